@@ -1,0 +1,40 @@
+"""Argument checks shared by the attention ops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rocm_msa.cache.paged import MainCache
+from rocm_msa.errors import check_tensor, expect
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_query(q: torch.Tensor, cache: MainCache, sm_scale: float) -> None:
+    """Check `q [rows, q_heads, head_dim]` against the cache's heads, and the softmax scale."""
+    check_tensor("q", q, ["rows", "q_heads", cache.head_dim], QUERY_DTYPES)
+    if q.shape[1] == 0 or q.shape[1] % cache.kv_heads:
+        raise ValueError(
+            expect("q.shape[1]", f"a multiple of {cache.kv_heads} KV heads", q.shape[1])
+        )
+    if not math.isfinite(sm_scale):
+        raise ValueError(expect("sm_scale", "a finite number", sm_scale))
+
+
+def check_block_ids(block_ids: torch.Tensor, cache: MainCache, rows: int) -> None:
+    """Check `block_ids` int32 `[kv_heads, rows, topk]`: one list a KV head, head-major."""
+    check_tensor("block_ids", block_ids, [cache.kv_heads, rows, "topk"], torch.int32)
+
+
+def give(
+    out: torch.Tensor | None,
+    q: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Round the fp32 result to q's dtype, into `out` when there is one."""
+    result = result.to(q.dtype) if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result

@@ -1,0 +1,1 @@
+"""Op `block_topk`: contract in api.py."""

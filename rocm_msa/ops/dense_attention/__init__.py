@@ -1,0 +1,1 @@
+"""Op `dense_attention`: contract in api.py."""

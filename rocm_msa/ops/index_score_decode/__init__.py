@@ -1,0 +1,1 @@
+"""Op `index_score_decode`: contract in api.py."""

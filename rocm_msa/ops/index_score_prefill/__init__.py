@@ -1,0 +1,1 @@
+"""Op `index_score_prefill`: contract in api.py."""

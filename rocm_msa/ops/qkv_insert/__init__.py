@@ -1,0 +1,1 @@
+"""Op `qkv_insert`: contract in api.py."""

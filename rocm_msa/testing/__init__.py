@@ -1,0 +1,1 @@
+"""For tests and benchmarks only: nothing that serves imports this package."""

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vllm.distributed import (
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear

@@ -70,14 +70,26 @@ _SPARSE: dict[str, Any] = {
 # dense_layers is not a key of the config: the first layers with dense attention and a dense MLP.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 128,
-        "dense_intermediate_size": 512, "num_hidden_layers": 4, "dense_layers": 1,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8,
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "dense_intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "dense_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
     },
     "small": {
-        "vocab_size": 1536, "hidden_size": 768, "intermediate_size": 384,
-        "dense_intermediate_size": 1536, "num_hidden_layers": 6, "dense_layers": 2,
-        "num_attention_heads": 32, "num_key_value_heads": 2, "num_local_experts": 32,
+        "vocab_size": 1536,
+        "hidden_size": 512,
+        "intermediate_size": 256,
+        "dense_intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "dense_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "num_local_experts": 16,
         "max_position_embeddings": 32768,
     },
 }
@@ -157,7 +169,9 @@ def make_checkpoint(
         PermissionError: `directory` cannot be written.
     """
     for name, value, known in (
-        ("size", size, SIZES), ("layout", layout, LAYOUTS), ("arch", arch, ARCHS)
+        ("size", size, SIZES),
+        ("layout", layout, LAYOUTS),
+        ("arch", arch, ARCHS),
     ):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
@@ -175,9 +189,14 @@ def make_checkpoint(
         ModelConfig.from_hf(config)
         tensors = _tensors(config, seed, plain_ids)
         total = _write_shards(work, tensors, shards)
-        generation = {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"],
-                      "pad_token_id": ids["pad"], "do_sample": True, "temperature": 1.0,
-                      "top_p": 0.95}
+        generation = {
+            "bos_token_id": ids["bos"],
+            "eos_token_id": ids["eos"],
+            "pad_token_id": ids["pad"],
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_p": 0.95,
+        }
         _write_json(work / "generation_config.json", generation)
         if arch == "vl":
             _write_json(work / "preprocessor_config.json", _PREPROCESSOR)
@@ -200,8 +219,7 @@ def _text_config(size: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     unknown = sorted(set(overrides) - allowed)
     if unknown:
         raise ValueError(
-            f"overrides: unknown {', '.join(unknown)}; expected any of "
-            f"{', '.join(sorted(allowed))}"
+            f"overrides: unknown {', '.join(unknown)}; expected any of {', '.join(sorted(allowed))}"
         )
     for key, value in overrides.items():
         (sparse if key in sparse else text)[key] = value
@@ -269,9 +287,7 @@ def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(
-    config: Mapping[str, Any], seed: int, plain_ids: list[int]
-) -> dict[str, torch.Tensor]:
+def _tensors(config: Mapping[str, Any], seed: int, plain_ids: list[int]) -> dict[str, torch.Tensor]:
     """Every tensor of the checkpoint, quantised, in the order of the table."""
     expected = expected_tensors(config)
     modules = linear_shapes(config)

@@ -2,8 +2,9 @@
 
 From an HF config (text or VL, unquantised or quantised) to name -> (shape, dtype), and the check
 of what a directory really holds against it. A VL checkpoint has `language_model.` before every
-text name. Vision tensors (`vision_tower.`, `multi_modal_projector.`, `patch_merge_mlp.`) and
-`mtp.` tensors are outside of the table: recognised, neither required nor refused.
+text name. Vision tensors (`vision_tower.`, `multi_modal_projector.`, `patch_merge_mlp.`), `mtp.`
+tensors and calibrated `k_scale` / `v_scale` are outside of the table: recognised, neither required
+nor refused.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ E8M0 = torch.float8_e8m0fnu
 
 _SHOWN = 10
 _REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
 
 
@@ -126,9 +132,7 @@ def _prefix(config: Mapping[str, Any]) -> str:
     return VL_PREFIX if is_vl(config) else ""
 
 
-def expected_tensors(
-    config: Mapping[str, Any], found: Iterable[str] = ()
-) -> dict[str, TensorSpec]:
+def expected_tensors(config: Mapping[str, Any], found: Iterable[str] = ()) -> dict[str, TensorSpec]:
     """Every text tensor that a checkpoint with this config holds.
 
     Args:

@@ -16,13 +16,15 @@ routed and shared experts MXFP4, the rest bf16).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 from typing import Any
 
 LAYOUTS = ("bf16", "mxfp8", "nvfp4", "mxfp4")
 VL_PREFIX = "language_model."
+KV_SCALE = re.compile(r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale$")
 OUTSIDE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 MX_GROUP = 32
 NVFP4_GROUP = 16
@@ -41,8 +43,8 @@ def is_vl(config: Mapping[str, Any]) -> bool:
 
 
 def is_outside(name: str) -> bool:
-    """True for tensors that the text table does not cover: the vision part and MTP modules."""
-    return name.startswith(OUTSIDE_PREFIXES) or "mtp." in name
+    """True for what the text table does not cover: vision, MTP modules, K and V cache scales."""
+    return name.startswith(OUTSIDE_PREFIXES) or "mtp." in name or KV_SCALE.match(name) is not None
 
 
 def canonical(name: str) -> str:
@@ -78,24 +80,36 @@ class Quantisation:
         return self.default
 
     def _from_list(self, name: str) -> str:
-        while name:
-            if name in self.listed:
-                return self.listed[name]
-            name = name.rpartition(".")[0]
-        return "bf16"
+        return next((self.listed[p] for p in _with_parents(name) if p in self.listed), "bf16")
 
-    def _is_excluded(self, name: str) -> bool:
+    @cached_property
+    def _excluded_names(self) -> frozenset[str]:
+        return frozenset(canonical(p) for p in self.excluded)
+
+    @cached_property
+    def _excluded_patterns(self) -> tuple[re.Pattern[str], ...]:
+        out = []
         for pattern in self.excluded:
             if pattern.startswith("re:"):
-                if re.match(pattern[3:], name) or re.match(pattern[3:], VL_PREFIX + name):
-                    return True
-                continue
-            plain = canonical(pattern)
-            if plain == name or fnmatchcase(name, plain) or name.startswith(plain + "."):
-                return True
-            if self.substring and plain in name:
-                return True
-        return False
+                out.append(re.compile(pattern[3:]))
+            elif any(c in pattern for c in "*?["):
+                out.append(re.compile(translate(canonical(pattern))))
+            elif self.substring:
+                out.append(re.compile(f".*{re.escape(canonical(pattern))}"))
+        return tuple(out)
+
+    def _is_excluded(self, name: str) -> bool:
+        if any(parent in self._excluded_names for parent in _with_parents(name)):
+            return True
+        names = (name, VL_PREFIX + name)
+        return any(p.match(n) for p in self._excluded_patterns for n in names)
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """a.b.c, then a.b, then a."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
@@ -132,9 +146,7 @@ def _modelopt(quant: Mapping[str, Any]) -> Quantisation:
             for module, entry in (quant.get("quantized_layers") or {}).items()
         }
         return Quantisation(listed=listed, excluded=excluded, substring=True)
-    return Quantisation(
-        _modelopt_algorithm(algo, "quant_algo"), excluded=excluded, substring=True
-    )
+    return Quantisation(_modelopt_algorithm(algo, "quant_algo"), excluded=excluded, substring=True)
 
 
 def _modelopt_algorithm(algo: str, where: str) -> str:
@@ -147,8 +159,10 @@ def _modelopt_algorithm(algo: str, where: str) -> str:
 
 
 def _quark(quant: Mapping[str, Any]) -> Quantisation:
-    listed = {name: _quark_algorithm(entry, name)
-              for name, entry in (quant.get("layer_quant_config") or {}).items()}
+    listed = {
+        name: _quark_algorithm(entry, name)
+        for name, entry in (quant.get("layer_quant_config") or {}).items()
+    }
     if listed:
         raise NotImplementedError(
             "quantization_config.layer_quant_config: only one global Quark scheme is supported, "
@@ -209,8 +223,15 @@ def quantization_config(layout: str, linears: list[str], vl: bool) -> dict[str, 
             },
         }
     if layout == "mxfp4":
-        mx = {"dtype": "fp4", "qscheme": "per_group", "group_size": MX_GROUP, "ch_axis": -1,
-              "scale_format": "e8m0", "round_method": "half_even", "symmetric": None}
+        mx = {
+            "dtype": "fp4",
+            "qscheme": "per_group",
+            "group_size": MX_GROUP,
+            "ch_axis": -1,
+            "scale_format": "e8m0",
+            "round_method": "half_even",
+            "symmetric": None,
+        }
         kept = [m for m in linears if "experts." not in m]
         return {
             "quant_method": "quark",
@@ -224,7 +245,11 @@ def quantization_config(layout: str, linears: list[str], vl: bool) -> dict[str, 
             "layer_quant_config": {},
             "layer_type_quant_config": {},
             "exclude": [head, *kept, *(f"re:{v}.*" for v in vision)],
-            "export": {"kv_cache_group": [], "pack_method": "reorder",
-                       "weight_format": "real_quantized", "min_kv_scale": 0.0},
+            "export": {
+                "kv_cache_group": [],
+                "pack_method": "reorder",
+                "weight_format": "real_quantized",
+                "min_kv_scale": 0.0,
+            },
         }
     raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")

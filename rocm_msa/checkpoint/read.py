@@ -23,10 +23,19 @@ from rocm_msa.checkpoint.quantisation import is_outside, quantisation_of
 from rocm_msa.formats import mxfp, nvfp4
 
 _DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _MAX_HEADER = 100_000_000
 
@@ -109,8 +118,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         absent = [s for s in shards if not (root / s).is_file()]
         if absent:
             raise FileNotFoundError(
-                f"checkpoint {root}: the index names files that are not there: "
-                f"{', '.join(absent)}"
+                f"checkpoint {root}: the index names files that are not there: {', '.join(absent)}"
             )
     else:
         shards = sorted(p.name for p in root.glob("*.safetensors"))
@@ -181,13 +189,17 @@ def _check_index(root: Path, weight_map: Mapping[str, str], files: Mapping[str, 
         for name, shard in weight_map.items()
         if files.get(name) != shard
     ]
-    wrong += [f"{name}: in {file}, not in the index" for name, file in files.items()
-              if name not in weight_map]
+    wrong += [
+        f"{name}: in {file}, not in the index"
+        for name, file in files.items()
+        if name not in weight_map
+    ]
     if wrong:
         more = f"\n  ... and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise ValueError(
             f"checkpoint {root}: the index and the files disagree ({len(wrong)}):\n  "
-            + "\n  ".join(wrong[:10]) + more
+            + "\n  ".join(wrong[:10])
+            + more
         )
 
 
@@ -228,7 +240,7 @@ def dequantised_weights(
         module, _, suffix = name.rpartition(".")
         part = _SUFFIXES.get(suffix)
         kind = "bf16" if part is None or is_outside(name) else algorithm(module)
-        if kind == "bf16" or tensor.ndim < 2 and part == "weight":
+        if kind == "bf16" or (part == "weight" and tensor.ndim < 2):
             yield name, tensor
             continue
         if part not in _PARTS[kind]:
@@ -248,7 +260,8 @@ def dequantised_weights(
         more = f"\n  ... and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise ValueError(
             f"quantised linears with missing parts ({len(lines)}):\n  "
-            + "\n  ".join(lines[:10]) + more
+            + "\n  ".join(lines[:10])
+            + more
         )
 
 

@@ -24,12 +24,27 @@ UNK = "]!p~["
 
 # Special: left out of decoded text. The others stay in it, for the reasoning and tool parsers.
 SPECIAL_TOKENS = (
-    UNK, BOS, EOS, PAD, "]~!b[", IMAGE, VIDEO,
-    "]<]start of image[>[", "]<]end of image[>[", "]<]start of video[>[", "]<]end of video[>[",
+    UNK,
+    BOS,
+    EOS,
+    PAD,
+    "]~!b[",
+    IMAGE,
+    VIDEO,
+    "]<]start of image[>[",
+    "]<]end of image[>[",
+    "]<]start of video[>[",
+    "]<]end of video[>[",
     "]<]vision pad[>[",
 )
 MARKUP_TOKENS = (
-    NAMESPACE, "<think>", "</think>", "<tool_call>", "</tool_call>", "<mm:think>", "</mm:think>",
+    NAMESPACE,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<mm:think>",
+    "</mm:think>",
 )
 
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)

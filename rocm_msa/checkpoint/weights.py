@@ -28,8 +28,8 @@ _SUM_STD = math.sqrt(4 * (65536**2 - 1) / 12)
 
 # Norm weights: (mean, spread). The norms multiply by 1 + weight.
 _NORMS = {
-    "q_norm": (0.1, 0.2),
-    "k_norm": (0.1, 0.2),
+    "q_norm": (0.15, 0.2),
+    "k_norm": (0.15, 0.2),
     "index_q_norm": (0.2, 0.2),
     "index_k_norm": (0.2, 0.2),
     "input_layernorm": (0.0, 0.1),
@@ -38,9 +38,9 @@ _NORMS = {
 }
 # Linears: gain over 1/sqrt(K).
 _GAINS = {
-    "o_proj": 1.5,
-    "down_proj": 0.4,
-    "w2": 0.15,
+    "o_proj": 1.0,
+    "down_proj": 0.3,
+    "w2": 0.12,
     "gate": 1.5,
     "lm_head": 3.0,
 }

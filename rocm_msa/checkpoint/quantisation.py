@@ -115,10 +115,14 @@ def _with_parents(name: str) -> Iterator[str]:
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
     """Read `quantization_config` of an HF config (none at all means bf16).
 
+    Args:
+        config: the HF config as a dict, or its `quantization_config` alone.
+
     Raises:
         NotImplementedError: a method or an algorithm that is none of the four.
     """
-    quant = config.get("quantization_config") or text_config(config).get("quantization_config")
+    quant = config if "quant_method" in config else config.get("quantization_config")
+    quant = quant or text_config(config).get("quantization_config")
     if not quant:
         return Quantisation()
     method = str(quant.get("quant_method", "")).lower()

@@ -228,7 +228,7 @@ def dequantised_weights(
 
     Args:
         weights: (name, tensor); names with or without the `language_model.` prefix.
-        config: the HF config as a dict, with its `quantization_config`.
+        config: the HF config as a dict, or its `quantization_config` alone.
         dtype: of the dequantised weights.
 
     Raises:

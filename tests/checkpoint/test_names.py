@@ -197,6 +197,12 @@ def test_quantisation_is_read_as_vllm_reads_it():
     assert read.algorithm("model.layers.3.self_attn.q_proj") == "bf16"
 
 
+def test_a_bare_quantization_config_will_do():
+    for layout in LAYOUTS[1:]:
+        config = public_config(layout)
+        assert quantisation_of(config["quantization_config"]) == quantisation_of(config)
+
+
 @pytest.mark.parametrize(
     ("quant", "message"),
     [

@@ -148,6 +148,26 @@ def test_transformers_agrees(model, transformers_model, count):
             assert (heads[0] != heads[1]).any(dim=-1)[17 * BLOCK :].float().mean() > 0.9
 
 
+def test_transformers_loads_the_public_names_by_itself(tmp_path):
+    """The VL checkpoint through from_pretrained: transformers' own conversion of public names."""
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    from transformers import AutoModelForImageTextToText
+
+    make_checkpoint(tmp_path / "vl", arch="vl", seed=3)
+    theirs, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "vl",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[fault], fault
+    ids = prompt(300)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([ids])).logits[0]
+    assert close(ReferenceModel.from_checkpoint(tmp_path / "vl").forward(ids), expected)
+
+
 # --- the checkpoint is worth comparing with -----------------------------------------------------
 
 

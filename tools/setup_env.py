@@ -9,7 +9,6 @@ A stamp file in .venv, written last, holds two digests:
   project  pyproject.toml's [build-system], [project] and [tool.setuptools]; the top-level packages
 Both match: nothing to do. Only `base` matches: rocm-msa is installed again. Else: .venv is built
 anew. A build that was cut short leaves no stamp and is never taken for a good one.
-
 pip's own configuration (index, find-links, constraints, certificates) is inherited.
 """
 

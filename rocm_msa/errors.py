@@ -54,6 +54,7 @@ def check_tensor(
     *,
     align: int | None = None,
     inner_contiguous: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Check one tensor argument before a launch.
 
@@ -64,10 +65,11 @@ def check_tensor(
         dtype: the dtype, or a sequence of allowed ones.
         align: required alignment of the data pointer, bytes.
         inner_contiguous: the last dimension must have stride 1.
+        device: the device of the other arguments.
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: shape, stride or alignment.
+        ValueError: shape, stride, alignment or device.
     """
     import torch
 
@@ -84,9 +86,39 @@ def check_tensor(
         isinstance(want, int) and want != got for want, got in zip(shape, got_shape, strict=True)
     ):
         raise ValueError(expect(f"{name}.shape", wanted_shape, got_shape))
+    if device is not None and tensor.device != device:
+        raise ValueError(
+            expect(f"{name}.device", f"{device}, as the other arguments", tensor.device)
+        )
     if inner_contiguous and tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(expect(f"{name}.stride(-1)", 1, tensor.stride(-1)))
     if align is not None and tensor.numel() > 0 and tensor.data_ptr() % align:
         raise ValueError(
             expect(f"{name}.data_ptr()", f"a multiple of {align} bytes", hex(tensor.data_ptr()))
         )
+
+
+def check_output(
+    tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check an `out` argument: as `check_tensor`, any strides, no element in two places.
+
+    Raises:
+        TypeError, ValueError: see `check_tensor`; strides that overlap.
+    """
+    check_tensor("out", tensor, shape, dtype, device=device)
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                expect("out.stride()", "elements that do not overlap", tuple(tensor.stride()))
+            )
+        reach += stride * (size - 1)
+
+
+def check_int(name: str, value: object, low: int) -> None:
+    """Check a count. Raises TypeError unless an int, ValueError below `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(expect(name, "an int", repr(value)))
+    if value < low:
+        raise ValueError(expect(name, f">= {low}", value))

@@ -27,7 +27,7 @@ class CacheDType(enum.Enum):
         """
         if isinstance(name, cls):
             return name
-        if name not in _ALIASES:
+        if not isinstance(name, str) or name not in _ALIASES:
             raise ValueError(expect("cache dtype", f"one of {sorted(_ALIASES)}", repr(name)))
         return _ALIASES[name]
 

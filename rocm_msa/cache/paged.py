@@ -11,6 +11,7 @@ e4m3(byte); a cache never holds a NaN: the encoders map non-finite inputs (forma
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Self
 
 import torch
@@ -18,8 +19,16 @@ import torch
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.errors import check_tensor, expect
+from rocm_msa.errors import check_int, check_tensor, expect
 from rocm_msa.formats import fp8, nvfp4
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_MAX_SCALE = {
+    CacheDType.NVFP4: nvfp4.MAX_GLOBAL_SCALE,
+    CacheDType.FP8: fp8.MAX_SCALE,
+    CacheDType.BF16: torch.finfo(torch.float32).max,
+}
 
 
 class PagedCache:
@@ -28,12 +37,13 @@ class PagedCache:
     Attributes:
         pages: uint8 `[num_blocks, page_bytes]`, any block stride.
         page: the byte order of a page.
-        scales: global scale a side ("k", "v").
+        scales: global scale a side ("k", "v"); bf16 values are stored as they are, without it.
     """
 
     def __init__(self, pages: torch.Tensor, page: Page, scales: dict[str, float]):
         check_tensor("pages", pages, ["num_blocks", page.page_bytes], torch.uint8)
-        if pages.numel() and (pages.stride(1) != 1 or pages.stride(0) < page.page_bytes):
+        rows_overlap = pages.shape[0] > 1 and pages.stride(0) < page.page_bytes
+        if pages.numel() and (pages.stride(1) != 1 or rows_overlap):
             raise ValueError(
                 expect(
                     "pages.stride()",
@@ -41,9 +51,14 @@ class PagedCache:
                     tuple(pages.stride()),
                 )
             )
+        limit = _MAX_SCALE[page.dtype]
         for side, scale in scales.items():
-            if not (scale > 0 and scale < float("inf")):
-                raise ValueError(expect(f"{side}_scale", "a finite number > 0", scale))
+            if isinstance(scale, bool) or not isinstance(scale, Real):
+                raise TypeError(expect(f"{side}_scale", "a number", type(scale).__name__))
+            if not 0 < scale <= limit:
+                raise ValueError(
+                    expect(f"{side}_scale", f"a finite number > 0 and <= {limit:g}", scale)
+                )
         self.pages, self.page, self.scales = pages, page, scales
 
     @property
@@ -109,19 +124,13 @@ class PagedCache:
         return names
 
     def _write(self, vectors: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
-        tokens = slots.shape[0]
-        check_tensor("slots", slots, ["tokens"], (torch.int64, torch.int32))
+        self.check_slots("slots", slots)
         for side, x in vectors.items():
-            check_tensor(
-                side,
-                x,
-                [tokens, self.kv_heads, self.head_dim],
-                (torch.float32, torch.bfloat16, torch.float16),
-            )
-        if tokens == 0:
+            shape = [len(slots), self.kv_heads, self.head_dim]
+            check_tensor(side, x, shape, _FLOATS, device=self.pages.device)
+        if len(slots) == 0:
             return
         slots = slots.to(torch.int64)
-        self._check_slots(slots)
         live = slots >= 0
         blocks, offsets = slots[live] // BLOCK_TOKENS, slots[live] % BLOCK_TOKENS
         for side, x in vectors.items():
@@ -130,19 +139,23 @@ class PagedCache:
             ):
                 self.region(name)[blocks, :, offsets] = stored
 
-    def _check_slots(self, slots: torch.Tensor) -> None:
+    def check_slots(self, name: str, slots: torch.Tensor, tokens: int | str = "tokens") -> None:
+        """Check slots to write, `[tokens]` int64 or int32: -1, or of this cache and distinct."""
+        check_tensor(name, slots, [tokens], (torch.int64, torch.int32), device=self.pages.device)
+        if len(slots) == 0:
+            return
         low, high = int(slots.min()), int(slots.max())
-        if low < -1 or high >= self.num_blocks * BLOCK_TOKENS:
-            raise ValueError(
-                expect(
-                    "slots",
-                    f"-1 or 0..{self.num_blocks * BLOCK_TOKENS - 1}",
-                    f"{low}..{high}",
-                )
-            )
+        limit = self.num_blocks * BLOCK_TOKENS
+        if low < -1 or high >= limit:
+            raise ValueError(expect(name, f"-1 or 0..{limit - 1}", f"{low}..{high}"))
+        ordered = slots.sort().values
+        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
+        if len(twice):
+            raise ValueError(expect(name, "distinct slots", f"{int(twice[0])} twice"))
 
     def _check_block(self, block_id: int) -> None:
-        if not 0 <= block_id < self.num_blocks:
+        check_int("block_id", block_id, 0)
+        if block_id >= self.num_blocks:
             raise ValueError(expect("block_id", f"0..{self.num_blocks - 1}", block_id))
 
 
@@ -162,6 +175,7 @@ class MainCache(PagedCache):
         v_scale: float = 1.0,
     ) -> Self:
         """Zeroed cache of dense pages."""
+        check_int("num_blocks", num_blocks, 0)
         page = main_page(kv_heads, head_dim, CacheDType.parse(dtype))
         pages = torch.zeros(num_blocks, page.page_bytes, dtype=torch.uint8, device=device)
         return cls(pages, page, {"k": k_scale, "v": v_scale})
@@ -213,6 +227,7 @@ class IndexCache(PagedCache):
         k_scale: float = 1.0,
     ) -> Self:
         """Zeroed cache of dense pages."""
+        check_int("num_blocks", num_blocks, 0)
         page = index_page(head_dim, CacheDType.parse(dtype))
         pages = torch.zeros(num_blocks, page.page_bytes, dtype=torch.uint8, device=device)
         return cls(pages, page, {"k": k_scale})
@@ -232,8 +247,7 @@ class IndexCache(PagedCache):
 
     def write(self, k: torch.Tensor, slots: torch.Tensor) -> None:
         """Encode and store `k [tokens, head_dim]` at `slots [tokens]`."""
-        if k.dim() != 2:
-            raise ValueError(expect("k.shape", f"[tokens, {self.head_dim}]", list(k.shape)))
+        check_tensor("k", k, ["tokens", self.head_dim], _FLOATS)
         self._write({"k": k[:, None]}, slots)
 
     def read(self, block_id: int) -> torch.Tensor:
@@ -248,6 +262,8 @@ def page_rows(tensor: torch.Tensor, page: Page) -> torch.Tensor:
     Everything after the first dimension must be one contiguous run of exactly `page_bytes` bytes;
     the block stride is free (an outer-block row). Raises ValueError otherwise.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(expect("tensor", "a torch.Tensor", type(tensor).__name__))
     if tensor.dim() < 2:
         raise ValueError(expect("tensor.shape", "[num_blocks, ...]", list(tensor.shape)))
     item = tensor.element_size()

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from rocm_msa.cache.dtype import NVFP4_GROUP, CacheDType
 from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.errors import expect
+from rocm_msa.errors import check_int, expect
 from rocm_msa.layout import Layout, pack
 
 PAGE_FORMAT_VERSION = 1
@@ -36,9 +36,9 @@ class Page:
     sides: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1:
-            raise ValueError(expect("kv_heads", ">= 1", self.kv_heads))
-        if self.head_dim < 1 or self.head_dim % (2 * NVFP4_GROUP):
+        check_int("kv_heads", self.kv_heads, 1)
+        check_int("head_dim", self.head_dim, 1)
+        if self.head_dim % (2 * NVFP4_GROUP):
             raise ValueError(expect("head_dim", f"a multiple of {2 * NVFP4_GROUP}", self.head_dim))
 
     @cached_property

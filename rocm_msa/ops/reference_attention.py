@@ -1,8 +1,14 @@
 """Softmax attention of query rows over lists of cache blocks, the reference of three ops.
 
-out(t) = sum_j p_j v_j / sum_j p_j,  p_j = exp(sm_scale * q.k_j - max),  j over the live keys of the
-row's blocks; fp32 throughout; blocks are summed in ascending order of their logical id. Rows with
-no key give zeros and lse = -inf.
+Each block on its own first, with m_b = max over its live keys of sm_scale * q.k_j:
+
+    l_b = sum_j exp(sm_scale * q.k_j - m_b),    o_b = sum_j exp(sm_scale * q.k_j - m_b) v_j
+
+then a row's blocks in ascending order of their logical id, with m = max_b m_b:
+
+    out = sum_b exp(m_b - m) o_b / sum_b exp(m_b - m) l_b,    lse = m + log(that denominator)
+
+fp32 throughout. Rows with no key give zeros and lse = -inf.
 """
 
 from __future__ import annotations
@@ -10,11 +16,11 @@ from __future__ import annotations
 import torch
 
 from rocm_msa.cache.paged import MainCache
-from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.ops.reference_tiles import key_scores, page_vectors, tile_chunks
+from rocm_msa.errors import expect
+from rocm_msa.ops.reference_tiles import Items, key_scores, page_vectors, weighted_values
 from rocm_msa.ops.rows import Rows, pages_of
 
-_CHUNK_ELEMENTS = 16 * 2**20
+_CHUNK_ELEMENTS = 4 * 2**20
 
 
 def attend(
@@ -37,31 +43,45 @@ def attend(
 
     Returns:
         out fp32 `[rows, q_heads, head_dim]` and lse fp32 `[rows, q_heads]`, natural log.
+
+    Raises:
+        ValueError: a causal block twice in a row's list, or without a page of the cache.
     """
     num_rows, q_heads, head_dim = q.shape
     group, slots = q_heads // cache.kv_heads, block_ids.shape[-1]
     out = torch.zeros(num_rows, q_heads, head_dim, device=q.device)
     lse = torch.full((num_rows, q_heads), float("-inf"), device=q.device)
-    step = max(1, _CHUNK_ELEMENTS // max(1, slots * group * max(head_dim, BLOCK_TOKENS)))
-    for head in range(cache.kv_heads):
-        heads = slice(head * group, (head + 1) * group)
-        ids = block_ids[head if block_ids.shape[0] > 1 else 0]
-        for start in range(0, num_rows, step):
-            chunk = slice(start, start + step)
-            part = Rows(rows.request[chunk], rows.length[chunk])
-            ascending = _ascending(ids[chunk])
-            page, keys = pages_of(part, ascending, block_table, cache.num_blocks)
+    step = max(1, _CHUNK_ELEMENTS // max(1, slots * group * head_dim))
+    for start in range(0, num_rows, step):
+        chunk = slice(start, start + step)
+        part = Rows(rows.request[chunk], rows.length[chunk])
+        for head in range(cache.kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            ids = _ascending(block_ids[head if block_ids.shape[0] > 1 else 0, chunk], part)
+            page, keys = pages_of(part, ids, block_table, cache.num_blocks)
+            _check_distinct(ids, head, start)
             out[chunk, heads], lse[chunk, heads] = _attend_head(
                 q[chunk, heads].float(), cache, head, page, keys, sm_scale
             )
     return out, lse
 
 
-def _ascending(ids: torch.Tensor) -> torch.Tensor:
-    """Ids sorted, the -1 entries last."""
+def _ascending(ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Ids of causal blocks ascending, then -1; as many columns as the longest list needs."""
+    live = (ids >= 0) & (ids < rows.num_blocks[:, None])
     last = torch.iinfo(ids.dtype).max
-    ordered = torch.where(ids < 0, torch.full_like(ids, last), ids).sort(dim=-1).values
-    return torch.where(ordered == last, torch.full_like(ids, -1), ordered)
+    ordered = torch.where(live, ids, torch.full_like(ids, last)).sort(dim=-1).values
+    ordered = ordered[:, : int(live.sum(dim=-1).max())]
+    return torch.where(ordered == last, torch.full_like(ordered, -1), ordered)
+
+
+def _check_distinct(ids: torch.Tensor, head: int, start: int) -> None:
+    """`ids` from `_ascending`: a block named twice would count its keys twice."""
+    twice = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    if bool(twice.any()):
+        row, slot = twice.nonzero()[0].tolist()
+        where = f"block_ids[{head}, {start + row}]"
+        raise ValueError(expect(where, "distinct ids", f"{int(ids[row, slot])} twice"))
 
 
 def _attend_head(
@@ -75,36 +95,35 @@ def _attend_head(
     """One KV head: q fp32 `[rows, group, head_dim]`, page and keys `[rows, slots]`."""
     num_rows, group, head_dim = q.shape
     slots = page.shape[1]
-    flat_page, flat_keys = page.flatten(), keys.flatten()
-    row_of_item = torch.arange(num_rows, device=q.device).repeat_interleave(slots)
-    chunks = list(tile_chunks(flat_page))
-
-    scores = torch.full((num_rows * slots, group, BLOCK_TOKENS), float("-inf"), device=q.device)
-    for chunk in chunks:
+    if slots == 0:
+        return torch.zeros_like(q), q.new_full((num_rows, group), float("-inf"))
+    items = Items.of(page, keys)
+    maxima = q.new_full((num_rows * slots + 1, group), float("-inf"))
+    sums = torch.zeros_like(maxima)
+    partial = q.new_zeros(num_rows * slots + 1, group, head_dim)
+    for chunk in items.chunks(group):
+        places = chunk.items.flatten()
         k = page_vectors(cache, "k", head, chunk.pages)
-        tile = key_scores(q, chunk, row_of_item, flat_keys, k) * sm_scale
-        scores[chunk.items[chunk.live]] = tile[chunk.live]
-
-    by_row = scores.view(num_rows, slots, group, BLOCK_TOKENS)
-    top = by_row.amax(dim=(1, 3)) if slots else q.new_full((num_rows, group), float("-inf"))
-    safe_top = torch.where(top == float("-inf"), torch.zeros_like(top), top)
-    p = torch.exp(by_row - safe_top[:, None, :, None])
-    slot_sums = p.sum(dim=-1)
-    p = p.view(num_rows * slots, group, BLOCK_TOKENS)
-
-    partial = torch.zeros(num_rows * slots, group, head_dim, device=q.device)
-    for chunk in chunks:
+        p = key_scores(q, chunk, items, k, sm_scale)
+        top = p.amax(dim=-1, keepdim=True)
+        p.sub_(top).exp_()
         v = page_vectors(cache, "v", head, chunk.pages)
-        p_tile = p[chunk.safe_items].view(len(chunk.pages), -1, BLOCK_TOKENS)
-        products = torch.bmm(p_tile, v).view(*chunk.items.shape, group, head_dim)
-        partial[chunk.items[chunk.live]] = products[chunk.live]
+        maxima.index_copy_(0, places, top.view(-1, group))
+        sums.index_copy_(0, places, p.sum(dim=-1).view(-1, group))
+        partial.index_copy_(0, places, weighted_values(p, v).view(-1, group, head_dim))
 
-    partial = partial.view(num_rows, slots, group, head_dim)
-    out, total = torch.zeros_like(q), torch.zeros(num_rows, group, device=q.device)
+    maxima = maxima[:-1].view(num_rows, slots, group)
+    sums, partial = sums[:-1].view_as(maxima), partial[:-1].view(*maxima.shape, head_dim)
+    top = maxima.amax(dim=1)
+    has_keys = (page >= 0).any(dim=1)[:, None]
+    top = torch.where(has_keys, top, torch.zeros_like(top))
+    weights = torch.exp(maxima - top[:, None])
+    sums *= weights
+    partial *= weights[..., None]
+    out, total = torch.zeros_like(q), torch.zeros_like(top)
     for slot in range(slots):
         out += partial[:, slot]
-        total += slot_sums[:, slot]
-    alive = total > 0
-    out = torch.where(alive[..., None], out / total[..., None], torch.zeros_like(out))
-    lse = torch.where(alive, safe_top + torch.log(total), torch.full_like(total, float("-inf")))
+        total += sums[:, slot]
+    out = torch.where(has_keys[..., None], out / total[..., None], torch.zeros_like(out))
+    lse = torch.where(has_keys, top + torch.log(total), torch.full_like(total, float("-inf")))
     return out, lse

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.errors import check_tensor, expect
+from rocm_msa.errors import check_int, check_tensor, expect
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def prefill_rows(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int
     return Rows(request, torch.where(live, length, torch.zeros_like(length)).clamp(min=0))
 
 
-def check_paging(block_table: torch.Tensor, seq_lens: torch.Tensor) -> int:
+def check_paging(block_table: torch.Tensor, seq_lens: torch.Tensor, device: torch.device) -> int:
     """Check `block_table` int32 `[requests, max_blocks]` and `seq_lens` int32; -> requests."""
-    check_tensor("block_table", block_table, ["requests", "max_blocks"], torch.int32)
+    check_tensor("block_table", block_table, ["requests", "max_blocks"], torch.int32, device=device)
     requests, max_blocks = block_table.shape
-    check_tensor("seq_lens", seq_lens, [requests], torch.int32)
+    check_tensor("seq_lens", seq_lens, [requests], torch.int32, device=device)
     if requests:
         low, high = int(seq_lens.min()), int(seq_lens.max())
         if low < 0 or high > max_blocks * BLOCK_TOKENS:
@@ -71,7 +71,7 @@ def check_paging(block_table: torch.Tensor, seq_lens: torch.Tensor) -> int:
 def check_cu_seqlens(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> None:
     """Check `cu_seqlens_q` int32 `[requests + 1]`: from 0, rising, within tokens and seq_lens."""
     requests = seq_lens.shape[0]
-    check_tensor("cu_seqlens_q", cu_seqlens_q, [requests + 1], torch.int32)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, [requests + 1], torch.int32, device=seq_lens.device)
     lengths = cu_seqlens_q.diff()
     if int(cu_seqlens_q[0]) != 0 or (requests and int(lengths.min()) < 0):
         raise ValueError(expect("cu_seqlens_q", "rising from 0", cu_seqlens_q.tolist()[:16]))
@@ -79,14 +79,17 @@ def check_cu_seqlens(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens:
         raise ValueError(expect("cu_seqlens_q[-1]", f"<= {tokens} tokens", int(cu_seqlens_q[-1])))
     if requests and bool((lengths > seq_lens).any()):
         raise ValueError(
-            expect("query lengths", f"<= seq_lens {seq_lens.tolist()[:16]}", lengths.tolist()[:16])
+            expect(
+                "cu_seqlens_q.diff()",
+                f"<= seq_lens {seq_lens.tolist()[:16]}",
+                lengths.tolist()[:16],
+            )
         )
 
 
 def check_decode_rows(name: str, x: torch.Tensor, requests: int, rows_per_request: int) -> None:
     """Check that `x [rows, ...]` holds `rows_per_request` rows a request."""
-    if rows_per_request < 1:
-        raise ValueError(expect("rows_per_request", ">= 1", rows_per_request))
+    check_int("rows_per_request", rows_per_request, 1)
     if x.shape[0] != requests * rows_per_request:
         raise ValueError(
             expect(f"{name}.shape[0]", f"{requests} requests * {rows_per_request} rows", x.shape[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from rocm_msa.errors import check_tensor, expect
+from rocm_msa.errors import check_int, check_output, check_tensor, expect
 from rocm_msa.ops.block_topk import reference
 from rocm_msa.ops.dispatch import choose
 
@@ -47,11 +47,10 @@ def block_topk(
     """
     check_tensor("scores", scores, ["heads", "rows", "max_blocks"], torch.float32)
     heads, rows, max_blocks = scores.shape
-    check_tensor("num_blocks", num_blocks, [rows], torch.int32)
-    if local_blocks < 1:
-        raise ValueError(expect("local_blocks", ">= 1 (the newest block is kept)", local_blocks))
-    if init_blocks < 0:
-        raise ValueError(expect("init_blocks", ">= 0", init_blocks))
+    check_tensor("num_blocks", num_blocks, [rows], torch.int32, device=scores.device)
+    check_int("local_blocks", local_blocks, 1)  # the newest block is kept
+    check_int("init_blocks", init_blocks, 0)
+    check_int("topk", topk, 1)
     if topk < init_blocks + local_blocks:
         raise ValueError(expect("topk", f">= {init_blocks + local_blocks} kept blocks", topk))
     if rows and (int(num_blocks.min()) < 0 or int(num_blocks.max()) > max_blocks):
@@ -63,7 +62,7 @@ def block_topk(
             )
         )
     if out is not None:
-        check_tensor("out", out, [heads, rows, topk], torch.int32)
+        check_output(out, [heads, rows, topk], torch.int32, scores.device)
     run = choose("block_topk", backend, _IMPLEMENTATIONS)
     ids = run(scores, num_blocks, topk, init_blocks, local_blocks)
     return ids if out is None else out.copy_(ids)

@@ -17,7 +17,9 @@ def run(
     scores: torch.Tensor, num_blocks: torch.Tensor, topk: int, init_blocks: int, local_blocks: int
 ) -> torch.Tensor:
     """int32 `[heads, rows, topk]`; see api.py."""
-    heads, rows, max_blocks = scores.shape
+    heads, rows, _ = scores.shape
+    max_blocks = int(num_blocks.max()) if rows else 0
+    scores = scores[..., :max_blocks]
     ids = torch.arange(max_blocks, device=scores.device)
     count = num_blocks.to(torch.int64)[:, None]
     rank = (_order(scores) << _ID_BITS) - ids

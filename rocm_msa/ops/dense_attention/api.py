@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from rocm_msa.cache.paged import MainCache
-from rocm_msa.errors import check_tensor
+from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_query, give
 from rocm_msa.ops.dispatch import choose
 from rocm_msa.ops.reference_attention import attend
@@ -44,10 +44,10 @@ def dense_attention(
     Args and result as in sparse_prefill, without block_ids.
     """
     check_query(q, main_cache, sm_scale)
-    check_paging(block_table, seq_lens)
+    check_paging(block_table, seq_lens, q.device)
     check_cu_seqlens(cu_seqlens_q, seq_lens, q.shape[0])
     if out is not None:
-        check_tensor("out", out, list(q.shape), q.dtype)
+        check_output(out, list(q.shape), q.dtype, q.device)
     run = choose("dense_attention", backend, _IMPLEMENTATIONS)
     result, lse = run(q, main_cache, block_table, cu_seqlens_q, seq_lens, sm_scale)
     return give(out, q, result, lse, return_lse)

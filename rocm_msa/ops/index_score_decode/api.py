@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 
 from rocm_msa.cache.paged import IndexCache
-from rocm_msa.errors import check_tensor
+from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
+from rocm_msa.ops.attention_checks import check_index_query
 from rocm_msa.ops.dispatch import choose
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
-
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _reference(index_q, index_cache, block_table, seq_lens, rows_per_request):
@@ -50,12 +49,12 @@ def index_score_decode(
     Returns:
         fp32 `[heads, rows, max_blocks]`.
     """
-    check_tensor("index_q", index_q, ["rows", "heads", index_cache.head_dim], QUERY_DTYPES)
-    requests = check_paging(block_table, seq_lens)
+    check_index_query(index_q, index_cache)
+    requests = check_paging(block_table, seq_lens, index_q.device)
     check_decode_rows("index_q", index_q, requests, rows_per_request)
     if out is not None:
         shape = [index_q.shape[1], index_q.shape[0], block_table.shape[1]]
-        check_tensor("out", out, shape, torch.float32)
+        check_output(out, shape, torch.float32, index_q.device)
     run = choose("index_score_decode", backend, _IMPLEMENTATIONS)
     scores = run(index_q, index_cache, block_table, seq_lens, rows_per_request)
     return scores if out is None else out.copy_(scores)

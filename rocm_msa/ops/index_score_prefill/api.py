@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 
 from rocm_msa.cache.paged import IndexCache
-from rocm_msa.errors import check_tensor
+from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
+from rocm_msa.ops.attention_checks import check_index_query
 from rocm_msa.ops.dispatch import choose
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
-
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _reference(index_q, index_cache, block_table, cu_seqlens_q, seq_lens):
@@ -49,12 +48,12 @@ def index_score_prefill(
     Returns:
         fp32 `[heads, tokens, max_blocks]`.
     """
-    check_tensor("index_q", index_q, ["tokens", "heads", index_cache.head_dim], QUERY_DTYPES)
-    check_paging(block_table, seq_lens)
+    check_index_query(index_q, index_cache)
+    check_paging(block_table, seq_lens, index_q.device)
     check_cu_seqlens(cu_seqlens_q, seq_lens, index_q.shape[0])
     if out is not None:
         shape = [index_q.shape[1], index_q.shape[0], block_table.shape[1]]
-        check_tensor("out", out, shape, torch.float32)
+        check_output(out, shape, torch.float32, index_q.device)
     run = choose("index_score_prefill", backend, _IMPLEMENTATIONS)
     scores = run(index_q, index_cache, block_table, cu_seqlens_q, seq_lens)
     return scores if out is None else out.copy_(scores)

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_msa.cache.paged import IndexCache, MainCache
-from rocm_msa.errors import check_tensor, expect
+from rocm_msa.cache.paged import IndexCache, MainCache, PagedCache
+from rocm_msa.errors import check_int, check_tensor, expect
 from rocm_msa.ops.dispatch import choose
 from rocm_msa.ops.qkv_insert import reference
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = (torch.int64, torch.int32)
 
 _IMPLEMENTATIONS = {"reference": reference.run}
 
@@ -34,6 +37,14 @@ class Heads:
     index: int
     head_dim: int
     rotary_dim: int
+
+    def __post_init__(self) -> None:
+        for name, low in (("q", 1), ("kv", 1), ("index", 0), ("head_dim", 1), ("rotary_dim", 2)):
+            check_int(f"heads.{name}", getattr(self, name), low)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                expect("heads.rotary_dim", f"even, 2..{self.head_dim}", self.rotary_dim)
+            )
 
     @property
     def qkv_columns(self) -> int:
@@ -71,41 +82,48 @@ def qkv_insert(
         qkv: `[tokens, heads.qkv_columns]` bf16, fp16 or fp32; not changed.
         norms: the weights.
         cos_sin: `[max_position, rotary_dim]`: cos of the rotary_dim / 2 angles, then sin.
-        positions: `[tokens]` int64, 0..max_position-1.
-        main_cache, index_cache: written at `main_slots`, `index_slots`; index None when
-            heads.index is 0.
-        main_slots, index_slots: `[tokens]` int64; -1 writes nothing.
-        heads: head counts and dims of this rank.
+        positions: `[tokens]` int64 or int32, 0..max_position-1.
+        main_cache, index_cache: written at `main_slots`, `index_slots`.
+        main_slots, index_slots: `[tokens]` int64 or int32, distinct; -1 writes nothing.
+        heads: head counts and dims of this rank. With heads.index 0, everything of the index
+            branch is None.
 
     Returns:
         q `[tokens, q_heads, head_dim]` and index_q `[tokens, index_heads, head_dim]` (None when
         heads.index is 0), in qkv's dtype.
 
     Raises:
-        ValueError: shapes; a position outside of cos_sin; a slot outside of the cache.
+        TypeError, ValueError: see errors.check_tensor; a position outside of cos_sin; a slot
+            outside of the cache, or twice. Nothing is written then.
     """
-    tokens = qkv.shape[0]
-    check_tensor(
-        "qkv",
-        qkv,
-        ["tokens", heads.qkv_columns],
-        (torch.bfloat16, torch.float16, torch.float32),
-    )
-    check_tensor("cos_sin", cos_sin, ["max_position", heads.rotary_dim])
-    check_tensor("positions", positions, [tokens], (torch.int64, torch.int32))
-    check_tensor("norms.q", norms.q, [heads.head_dim])
-    check_tensor("norms.k", norms.k, [heads.head_dim])
-    _check_cache("main_cache", main_cache, heads.kv, heads.head_dim)
+    if not isinstance(heads, Heads):
+        raise TypeError(expect("heads", "a Heads", type(heads).__name__))
+    check_tensor("qkv", qkv, ["tokens", heads.qkv_columns], FLOATS)
+    tokens, device = qkv.shape[0], qkv.device
+    shape = ["max_position", heads.rotary_dim]
+    check_tensor("cos_sin", cos_sin, shape, FLOATS, device=device)
+    check_tensor("positions", positions, [tokens], INTS, device=device)
+    if not 0 < norms.eps < float("inf"):
+        raise ValueError(expect("norms.eps", "a finite number > 0", norms.eps))
+    index_given = {
+        "norms.index_q": norms.index_q,
+        "norms.index_k": norms.index_k,
+        "index_cache": index_cache,
+        "index_slots": index_slots,
+    }
+    for name, value in index_given.items():
+        if (value is None) == bool(heads.index):
+            wanted = f"{'given' if heads.index else 'None'} (heads.index is {heads.index})"
+            raise ValueError(expect(name, wanted, "None" if value is None else "a value"))
+    _check_weight("norms.q", norms.q, heads, device)
+    _check_weight("norms.k", norms.k, heads, device)
+    _check_cache("main_cache", main_cache, MainCache, heads.kv, heads.head_dim, device)
+    main_cache.check_slots("main_slots", main_slots, tokens)
     if heads.index:
-        if index_cache is None or index_slots is None or norms.index_q is None:
-            raise ValueError(
-                expect(
-                    "index_cache, index_slots and norms.index_*", "given (heads.index > 0)", "None"
-                )
-            )
-        check_tensor("norms.index_q", norms.index_q, [heads.head_dim])
-        check_tensor("norms.index_k", norms.index_k, [heads.head_dim])
-        _check_cache("index_cache", index_cache, 1, heads.head_dim)
+        _check_weight("norms.index_q", norms.index_q, heads, device)
+        _check_weight("norms.index_k", norms.index_k, heads, device)
+        _check_cache("index_cache", index_cache, IndexCache, 1, heads.head_dim, device)
+        index_cache.check_slots("index_slots", index_slots, tokens)
     if tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos_sin.shape[0]:
         raise ValueError(
             expect(
@@ -120,7 +138,17 @@ def qkv_insert(
     )
 
 
-def _check_cache(name: str, cache: MainCache | IndexCache, kv_heads: int, head_dim: int) -> None:
+def _check_weight(name: str, weight: torch.Tensor, heads: Heads, device: torch.device) -> None:
+    check_tensor(name, weight, [heads.head_dim], FLOATS, device=device)
+
+
+def _check_cache(
+    name: str, cache: PagedCache, kind: type, kv_heads: int, head_dim: int, device: torch.device
+) -> None:
+    if not isinstance(cache, kind):
+        raise TypeError(expect(name, f"a {kind.__name__}", type(cache).__name__))
     got = (cache.kv_heads, cache.head_dim)
     if got != (kv_heads, head_dim):
         raise ValueError(expect(f"{name} (kv_heads, head_dim)", (kv_heads, head_dim), got))
+    if cache.pages.device != device:
+        raise ValueError(expect(f"{name}.pages.device", f"{device}, as qkv", cache.pages.device))

@@ -13,7 +13,7 @@ def run(
         counts += [heads.index, 1]
     parts = qkv.split([c * heads.head_dim for c in counts], dim=-1)
     parts = [p.reshape(qkv.shape[0], c, heads.head_dim) for p, c in zip(parts, counts, strict=True)]
-    cos, sin = cos_sin.float()[positions].chunk(2, dim=-1)
+    cos, sin = cos_sin[positions].float().chunk(2, dim=-1)
 
     def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rope(gemma_norm(x, weight, norms.eps), cos, sin).to(qkv.dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from rocm_msa.cache.paged import MainCache
-from rocm_msa.errors import check_tensor
+from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_block_ids, check_query, give
 from rocm_msa.ops.dispatch import choose
 from rocm_msa.ops.reference_attention import attend
@@ -58,10 +58,10 @@ def sparse_decode(
     """
     check_query(q, main_cache, sm_scale)
     check_block_ids(block_ids, main_cache, q.shape[0])
-    requests = check_paging(block_table, seq_lens)
+    requests = check_paging(block_table, seq_lens, q.device)
     check_decode_rows("q", q, requests, rows_per_request)
     if out is not None:
-        check_tensor("out", out, list(q.shape), q.dtype)
+        check_output(out, list(q.shape), q.dtype, q.device)
     run = choose("sparse_decode", backend, _IMPLEMENTATIONS)
     result, lse = run(q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale)
     return give(out, q, result, lse, return_lse)

@@ -7,11 +7,18 @@ config object, and reports every reason against it in one `ConfigError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rocm_msa.config_read import (
+    Reader,
+    as_dict,
+    check_switches,
+    read_rope,
+    refuse_stray_rope,
+    refuse_unknown_keys,
+)
 from rocm_msa.errors import ConfigError, Refusals, expect
 
 BLOCK_TOKENS = 128
@@ -23,30 +30,18 @@ VL_ARCHITECTURES = (
     "MiniMaxM31SparseForConditionalGeneration",
 )
 
-_SPARSE_KEYS = {
-    "use_sparse_attention",
-    "sparse_index_dim",
-    "sparse_num_index_heads",
-    "sparse_topk_blocks",
-    "sparse_block_size",
-    "sparse_disable_index_value",
-    "sparse_score_type",
-    "sparse_init_block",
-    "sparse_local_block",
-    "sparse_attention_freq",
+_POSITIVE = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "q_heads",
+    "num_key_value_heads": "kv_heads",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "num_local_experts": "num_experts",
+    "intermediate_size": "intermediate_size",
+    "dense_intermediate_size": "dense_intermediate_size",
 }
-_FUNCTIONAL_PREFIXES = ("sparse_", "index_", "indexer_", "swiglu_", "qk_", "rope_", "moe_")
-_KNOWN_FUNCTIONAL_KEYS = {
-    "sparse_attention_config",
-    "swiglu_alpha",
-    "swiglu_beta",
-    "swiglu_limit",
-    "qk_norm_type",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "moe_layer_freq",
-}
+"""HF key -> field, for the sizes that must be > 0."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +112,16 @@ class ModelConfig:
         Raises:
             ConfigError: with every missing, unknown or unsupported key by name.
         """
-        top = _as_dict(config)
+        top = as_dict(config)
         refusals = Refusals("unsupported model config")
         text = top
         if "text_config" in top and top["text_config"] is not None:
-            text = _as_dict(top["text_config"])
-            _refuse_stray_rope(top, text, refusals)
-        reader = _Reader(text, refusals)
+            text = as_dict(top["text_config"])
+            refuse_stray_rope(top, text, refusals)
+        reader = Reader(text, refusals)
         sparse = reader.get("sparse_attention_config", dict)
-        for key in sorted(set(sparse) - _SPARSE_KEYS):
-            refusals.check(False, f"sparse_attention_config.{key}: unknown key")
-        for key in sorted(text):
-            if key.startswith(_FUNCTIONAL_PREFIXES) and key not in _KNOWN_FUNCTIONAL_KEYS:
-                refusals.check(False, f"{key}: unknown key that would change the computation")
-        sparse_reader = _Reader(sparse, refusals, "sparse_attention_config.")
+        refuse_unknown_keys(text, sparse, refusals)
+        sparse_reader = Reader(sparse, refusals, "sparse_attention_config.")
         num_layers = reader.get("num_hidden_layers", int)
         max_position = reader.get("max_position_embeddings", int)
         head_dim = reader.get("head_dim", int)
@@ -142,7 +133,7 @@ class ModelConfig:
             q_heads=reader.get("num_attention_heads", int),
             kv_heads=reader.get("num_key_value_heads", int),
             head_dim=head_dim,
-            rope=_read_rope(text, head_dim, max_position, refusals),
+            rope=RopeConfig(**read_rope(text, head_dim, max_position, refusals)),
             rms_norm_eps=reader.get("rms_norm_eps", float, 1e-6),
             vocab_size=reader.get("vocab_size", int),
             sparse_layers=sparse_layers,
@@ -164,7 +155,7 @@ class ModelConfig:
             swiglu_limit=reader.get("swiglu_limit", float, 7.0),
         )
         refusals.check(uses_sparse, expect("use_sparse_attention", True, uses_sparse))
-        _check_switches(reader, sparse_reader)
+        check_switches(reader, sparse_reader)
         if not refusals.reasons:
             _check_geometry(model, refusals)
         refusals.raise_if_any()
@@ -180,7 +171,7 @@ class ModelConfig:
             data = json.loads(path.read_text())
         except FileNotFoundError:
             raise FileNotFoundError(f"model config: no file {path}") from None
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError("unreadable model config", [f"{path}: {error}"]) from None
         return cls.from_hf(data)
 
@@ -226,132 +217,18 @@ class RankGeometry:
     kv_replicas: int
 
 
-class _Reader:
-    """Typed look-up in a config dict; faults go to the refusal collector."""
-
-    def __init__(self, data: Mapping[str, Any], refusals: Refusals, prefix: str = ""):
-        self.data, self.refusals, self.prefix = data, refusals, prefix
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.data.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            self.refusals.check(False, f"{self.prefix}{key}: missing")
-            return kind()
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refusals.check(False, expect(f"{self.prefix}{key}", kind.__name__, repr(value)))
-            return kind()
-        return value
-
-    def layers(self, key: str, num_layers: int) -> tuple[bool, ...]:
-        flags = self.data.get(key)
-        if not isinstance(flags, list | tuple):
-            self.refusals.check(
-                False, expect(f"{self.prefix}{key}", "a list, one entry a layer", repr(flags))
-            )
-            return ()
-        self.refusals.check(
-            len(flags) == num_layers,
-            expect(f"{self.prefix}{key}", f"{num_layers} entries, one a layer", len(flags)),
-        )
-        return tuple(bool(f) for f in flags)
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if hasattr(config, "to_dict"):
-        data = config.to_dict()
-        for key in ("text_config", "sparse_attention_config"):
-            if getattr(config, key, None) is not None:
-                data[key] = getattr(config, key)
-        return data
-    raise TypeError(expect("config", "a dict or a transformers config", type(config).__name__))
-
-
-def _refuse_stray_rope(top: Mapping, text: Mapping, refusals: Refusals) -> None:
-    """A rope_scaling beside text_config never reaches the text model: say so."""
-    for key in ("rope_scaling", "rope_parameters"):
-        value = top.get(key)
-        if not value or value == text.get(key):
-            continue
-        if isinstance(value, Mapping) and not (value.get("factor") or key == "rope_scaling"):
-            continue
-        refusals.check(
-            False,
-            f"{key} at the top level of a VL config does not reach the text model: "
-            f"set text_config.{key}",
-        )
-
-
-def _read_rope(text: Mapping, head_dim: int, max_position: int, refusals: Refusals) -> RopeConfig:
-    parameters: dict[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        if text.get(key):
-            parameters.update(_as_dict(text[key]))
-    theta = parameters.get("rope_theta", text.get("rope_theta"))
-    refusals.check(theta is not None, "rope_theta: missing")
-    partial = parameters.get("partial_rotary_factor", text.get("partial_rotary_factor"))
-    rotary_dim = text.get("rotary_dim")
-    if rotary_dim is None:
-        rotary_dim = int(head_dim * (partial if partial is not None else 1.0))
-    elif partial is not None:
-        refusals.check(
-            int(head_dim * partial) == rotary_dim,
-            expect(
-                "rotary_dim", f"head_dim * partial_rotary_factor = {head_dim * partial}", rotary_dim
-            ),
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    factor = float(parameters.get("factor") or 1.0)
-    original = int(parameters.get("original_max_position_embeddings") or max_position)
-    if kind == "yarn":
-        refusals.check(factor >= 1.0, expect("rope_scaling.factor", ">= 1", factor))
-    else:
-        refusals.check(
-            kind == "default", expect("rope_scaling.rope_type", "'default' or 'yarn'", repr(kind))
-        )
-        factor, original = 1.0, max_position
-    return RopeConfig(float(theta or 0.0), int(rotary_dim), original, factor)
-
-
-def _check_switches(reader: _Reader, sparse_reader: _Reader) -> None:
-    """Switches that select another computation than the one implemented here."""
-    wanted = {
-        "hidden_act": ("swigluoai",),
-        "qk_norm_type": ("per_head",),
-        "scoring_func": ("sigmoid",),
-        "use_gemma_norm": (True,),
-        "use_qk_norm": (True,),
-        "attention_output_gate": (False,),
-    }
-    for key, allowed in wanted.items():
-        value = reader.data.get(key, allowed[0])
-        reader.refusals.check(
-            value in allowed, expect(key, " or ".join(map(repr, allowed)), repr(value))
-        )
-    score = sparse_reader.data.get("sparse_score_type", "max")
-    reader.refusals.check(
-        score == "max", expect("sparse_attention_config.sparse_score_type", "'max'", repr(score))
-    )
-    disabled = sparse_reader.data.get("sparse_disable_index_value")
-    freq = sparse_reader.data.get("sparse_attention_freq") or []
-    if disabled is not None:
-        bad = [i for i, f in enumerate(freq) if f and not (i < len(disabled) and disabled[i])]
-        reader.refusals.check(
-            not bad,
-            f"sparse_attention_config.sparse_disable_index_value: layers {bad} ask for an index "
-            "value projection, which is not implemented",
-        )
-
-
 def _check_geometry(model: ModelConfig, refusals: Refusals) -> None:
     def check(name: str, ok: bool, expected: object, got: object) -> None:
         refusals.check(ok, expect(name, expected, got))
 
+    for name, field in _POSITIVE.items():
+        check(name, getattr(model, field) > 0, "> 0", getattr(model, field))
+    for name, value in (
+        ("rope_theta", model.rope.theta),
+        ("max_position_embeddings", model.rope.original_max_position),
+    ):
+        check(name, value > 0, "> 0", value)
+    check("n_shared_experts", model.shared_experts >= 0, ">= 0", model.shared_experts)
     check("sparse_block_size", model.block_tokens == BLOCK_TOKENS, BLOCK_TOKENS, model.block_tokens)
     check(
         "head_dim",

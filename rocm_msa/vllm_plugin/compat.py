@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
 
 from rocm_msa.config import TEXT_ARCHITECTURES, VL_ARCHITECTURES
 
@@ -39,6 +40,15 @@ def check_version() -> None:
             f"rocm-msa: vllm: expected >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}, "
             f"got {vllm.__version__}"
         )
+
+
+def keep_numba_off_torch_threads() -> None:
+    """n-gram speculation runs numba, whose OpenMP layer resets the thread count of torch's pool.
+
+    On a CPU bound to one thread an engine that shares its cores then gets slower many times over;
+    numba's own work queue leaves torch's threads alone.
+    """
+    os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
 
 
 def add_attention_config_field() -> None:

@@ -98,13 +98,10 @@ def key_scores(
     tiles, tile = chunk.items.shape
     group, head_dim = q.shape[1:]
     q_tile = q[items.row[chunk.items]].view(tiles, tile * group, head_dim)
-    spare = PRODUCT_ROWS - tile * group
-    if spare > 0:  # a group that does not divide PRODUCT_ROWS
-        q_tile = torch.nn.functional.pad(q_tile, (0, 0, 0, spare))
-    scores = torch.bmm(q_tile, k.transpose(1, 2))[:, : tile * group]
+    scores = _product(q_tile, k.transpose(1, 2))
     if scale != 1.0:
         scores *= scale
-    scores = scores.reshape(tiles, tile, group, BLOCK_TOKENS)
+    scores = scores.view(tiles, tile, group, BLOCK_TOKENS)
     keys = items.keys[chunk.items]
     if bool((keys < BLOCK_TOKENS).any()):
         position = torch.arange(BLOCK_TOKENS, device=q.device)
@@ -115,11 +112,18 @@ def key_scores(
 def weighted_values(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Sums p . v over a page's keys: `[tiles, items a tile, group, 128]` -> `[..., head_dim]`."""
     tiles, tile, group, _ = p.shape
-    p = p.view(tiles, tile * group, BLOCK_TOKENS)
-    spare = PRODUCT_ROWS - tile * group
-    if spare > 0:
-        p = torch.nn.functional.pad(p, (0, 0, 0, spare))
-    return torch.bmm(p, v)[:, : tile * group].reshape(tiles, tile, group, v.shape[-1])
+    products = _product(p.view(tiles, tile * group, BLOCK_TOKENS), v)
+    return products.view(tiles, tile, group, v.shape[-1])
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b`, with `a [tiles, rows, n]` padded to PRODUCT_ROWS if the group does not divide it."""
+    rows = a.shape[1]
+    spare = PRODUCT_ROWS - rows
+    if spare <= 0:
+        return torch.bmm(a, b)
+    padded = torch.nn.functional.pad(a, (0, 0, 0, spare))
+    return torch.bmm(padded, b)[:, :rows].contiguous()
 
 
 def _append(x: torch.Tensor, value: int) -> torch.Tensor:

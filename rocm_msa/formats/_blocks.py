@@ -60,7 +60,7 @@ def scale_number(name: str, scale: float | torch.Tensor, limit: float) -> float:
         value = value.item()
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(expect(name, "a number or a 0-d float32 tensor", type(value).__name__))
-    elif 0 < value <= limit:  # outside, it is refused below and fp32 may not even hold it
+    else:
         value = torch.tensor(float(value), dtype=torch.float32).item()
     if not 0 < value <= limit:
         raise ValueError(expect(name, f"a finite float32 number > 0 and <= {limit:g}", scale))

@@ -32,8 +32,8 @@ def encode(magnitude: torch.Tensor, sign_source: torch.Tensor) -> torch.Tensor:
     returns      uint8 [...], 0..15
     """
     code = torch.mul(magnitude, 2.0).add_(_RNE)
-    code = torch.minimum(code, torch.add(magnitude, _RNE).add_(2.0))
-    code = torch.minimum(code, torch.mul(magnitude, 0.5).add_(_RNE).add_(4.0))
+    code = torch.minimum(code, torch.add(magnitude, _RNE + 2.0))  # 2 and 4 keep the parity
+    code = torch.minimum(code, torch.mul(magnitude, 0.5).add_(_RNE + 4.0))
     bits = code.clamp_(max=_RNE + 7.0).view(torch.int32)
     bits.bitwise_or_((sign_source.view(torch.int32) >> 28).bitwise_and_(SIGN_BIT))
     return bits.bitwise_and_(0xF).to(torch.uint8)

@@ -1,0 +1,26 @@
+"""The command `rocm-msa`: serve, demo, doctor, capacity, make-checkpoint. One file a command."""
+
+from __future__ import annotations
+
+import typer
+
+from rocm_msa.cli import capacity, demo, doctor, make_checkpoint, serve
+
+app = typer.Typer(
+    name="rocm-msa",
+    help="MiniMax Sparse Attention with NVFP4 KV caches for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("serve", context_settings=serve.SERVE_SETTINGS)(serve.serve)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("capacity")(capacity.capacity)
+app.command("make-checkpoint")(make_checkpoint.make_checkpoint)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

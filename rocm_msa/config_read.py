@@ -48,22 +48,28 @@ _YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "tr
 
 
 class Reader:
-    """Typed look-up in a config dict; faults go to the refusal collector."""
+    """Typed look-up in a config dict; faults go to the refusal collector.
+
+    Attributes:
+        complete: False once a value was missing or of another type; a zero stands for it then.
+    """
 
     def __init__(self, data: Mapping[str, Any], refusals: Refusals, prefix: str = ""):
         self.data, self.refusals, self.prefix = data, refusals, prefix
+        self.complete = True
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.data.get(key)
         if value is None:
             value = default
         if value is None:
-            self.refusals.check(False, f"{self.prefix}{key}: missing")
+            self.complete = self.refusals.check(False, f"{self.prefix}{key}: missing")
             return kind()
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refusals.check(False, expect(f"{self.prefix}{key}", kind.__name__, repr(value)))
+            reason = expect(f"{self.prefix}{key}", kind.__name__, repr(value))
+            self.complete = self.refusals.check(False, reason)
             return kind()
         return value
 
@@ -76,7 +82,7 @@ class Reader:
             return ()
         self.refusals.check(
             len(flags) == num_layers,
-            expect(f"{self.prefix}{key}", f"{num_layers} entries, one a layer", len(flags)),
+            expect(f"{self.prefix}{key}", f"{num_layers} entries (num_hidden_layers)", len(flags)),
         )
         bad = [f for f in flags if f not in (0, 1)]
         self.refusals.check(not bad, expect(f"{self.prefix}{key}", "entries 0 or 1", repr(bad[:4])))
@@ -170,9 +176,7 @@ def _read_rotary_dim(text: Mapping, parameters: Mapping, head_dim: int, refusals
     rotary_dim = Reader(text, refusals).get("rotary_dim", int, whole)
     refusals.check(
         not given or rotary_dim == whole,
-        expect(
-            "rotary_dim", f"head_dim * partial_rotary_factor = {head_dim * partial}", rotary_dim
-        ),
+        expect("rotary_dim", f"head_dim * {partial} = {head_dim * partial}", rotary_dim),
     )
     return rotary_dim
 

@@ -270,6 +270,8 @@ def explain(cache: KVCache) -> tuple[Section, ...]:
         "every layer and KV head, without the index",
         cache.once_main_token_bytes,
     )
+    fp8_cache = KVCache(model, rank, CacheDTypes(CacheDType.FP8, CacheDType.FP8))
+    fp8 = Term("the same in FP8", "for comparison", fp8_cache.once_main_token_bytes)
     row = Term(
         "row: one block on one rank",
         f"{cache.token_bytes:,} B × {tokens} tokens",
@@ -282,7 +284,7 @@ def explain(cache: KVCache) -> tuple[Section, ...]:
     )
     return (
         Section("Bytes a token, one rank", cache.terms(), "a token on one rank"),
-        Section("From these", (row, everywhere, once)),
+        Section("From these", (row, everywhere, once, fp8)),
         Section("Decode reads, whole model, a layer", decode_reads(model, cache.dtypes)),
         *(
             (

@@ -185,6 +185,19 @@ def _print(console: Console, text: str) -> None:
 
 
 def _stay(server: Server, console: Console) -> None:
+    """Serve until Ctrl-C, which is the normal end."""
+    try:
+        _show_example(server, console)
+        while True:
+            time.sleep(1)
+            server.check_alive()
+    except Interrupted as interrupt:
+        if interrupt.number != signal.SIGINT:
+            raise
+        console.print("\nCtrl-C.")
+
+
+def _show_example(server: Server, console: Console) -> None:
     body = f'{{"model": "{prepare.SERVED_NAME}", "max_tokens": 32, "stream": true, "messages": '
     body += '[{"role": "user", "content": "Hello"}]}'
     console.print("\nThe server stays until Ctrl-C. For example:")
@@ -193,6 +206,3 @@ def _stay(server: Server, console: Console) -> None:
         f"curl -N {server.url}/v1/chat/completions \\\n"
         f"  -H 'Content-Type: application/json' \\\n  -d '{body}'",
     )
-    while True:
-        time.sleep(1)
-        server.check_alive()

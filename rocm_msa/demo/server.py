@@ -24,7 +24,7 @@ import psutil
 MARKER = "ROCM_MSA_DEMO_RUN"
 TAIL_LINES = 25
 POLL_SECONDS = 0.2
-KILL_SECONDS = 10.0
+GRACE_SECONDS, STARTING_GRACE_SECONDS, KILL_SECONDS = 10.0, 2.0, 10.0
 
 # A proxy of the environment must not stand between us and our own server.
 open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -62,7 +62,7 @@ class Server:
         self.environment = {**environment, MARKER: self.run_id}
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
-        self.hurry = False
+        self.hurry = self.was_healthy = False
 
     @property
     def url(self) -> str:
@@ -95,6 +95,7 @@ class Server:
             elapsed = time.monotonic() - self.started
             self.check_alive()
             if self._healthy():
+                self.was_healthy = True
                 return elapsed
             if elapsed > timeout:
                 raise DemoError(f"the server was not healthy after {timeout:.0f} s\n{self.tail()}")
@@ -145,14 +146,17 @@ class Server:
             return True
         return process.environ().get(MARKER) == self.run_id
 
-    def stop(self, grace: float = 10.0) -> None:
+    def stop(self, grace: float | None = None) -> None:
         """End the server and all it started: SIGTERM, after `grace` seconds SIGKILL.
 
+        By default a server that never became healthy, and so holds nothing, gets less time.
         Setting `hurry` (a second Ctrl-C does) skips the waiting.
 
         Raises:
             DemoError: something survived SIGKILL.
         """
+        if grace is None:
+            grace = GRACE_SECONDS if self.was_healthy else STARTING_GRACE_SECONDS
         deadline = time.monotonic() + grace
         _signal(self.processes(), signal.SIGTERM)
         while (left := self.processes()) and time.monotonic() < deadline and not self.hurry:

@@ -109,7 +109,7 @@ def test_sequence_parallel_bytes_at_tp4():
 def test_explain_has_every_figure():
     sections = explain(cache("nvfp4"))
     values = {term.nbytes for section in sections for term in section.terms}
-    assert {34_560, 1_631_232, 72, 1024} <= values
+    assert {34_560, 61_440, 1_631_232, 72, 1024} <= values
     assert {36_864, 20_304, 12_744} <= {section.nbytes for section in sections if section.total}
     assert len(explain(cache("nvfp4", tp=1))) == 3
 
@@ -251,3 +251,14 @@ def test_broken_config_names_the_file(tmp_path):
     result = run("--model", str(tmp_path))
     assert result.exit_code == 2
     assert "config.json" in result.stderr
+
+
+def test_the_document_shows_what_the_command_prints(repo_root):
+    text = (repo_root / "docs" / "capacity.md").read_text()
+    for arguments in (["--context", "8K,128K,1M"], ["--explain"]):
+        printed = [line.rstrip() for line in run(*arguments).output.splitlines()]
+        command = "rocm-msa capacity " + " ".join(arguments)
+        shown = text.split(f"$ {command}\n", 1)[1].split("```", 1)[0].splitlines()
+        assert [line for line in shown if line.strip()] == [
+            line for line in printed if line.strip()
+        ]

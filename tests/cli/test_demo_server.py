@@ -43,6 +43,22 @@ except DemoError as error:
     sys.exit(1)
 """
 
+SERVE_DRIVER = """
+import sys, tempfile
+from pathlib import Path
+from rich.console import Console
+from rocm_msa.demo import DemoOptions, prepare, run_demo, steps
+tempfile.tempdir = {tmp!r}
+prepare.check_environment = lambda environment: None
+prepare.checkpoint = lambda cache_dir: (Path({tmp!r}), True)
+prepare.server_command = lambda directory, port: [sys.executable, {fake!r}, str(port), "children"]
+for step in ("streaming_chat", "long_prompt", "concurrent", "capacity"):
+    setattr(steps, step, lambda *args: None)
+import rocm_msa.demo.client as client
+client.Client.cache_info = lambda self: {{}}
+sys.exit(run_demo(DemoOptions(serve=True, port={port}), Console(width=80)))
+"""
+
 
 def start(mode, tmp_path, port=None):
     port = port or free_port()
@@ -216,3 +232,37 @@ def test_client_streams_and_refuses_broken_answers(fake_url):
         Client(fake_url, "good")._request("/broken", {"model": "x"})
     with pytest.raises(DemoError, match="no answer from the server"):
         Client(f"http://127.0.0.1:{free_port()}", "good").chat("hello", 3, pieces.append)
+
+
+def test_a_starting_server_gets_less_grace(tmp_path):
+    server = start("ignores", tmp_path)
+    deadline = time.monotonic() + 30
+    while len(marked(server.run_id)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 9
+    assert marked(server.run_id) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_ctrl_c_is_how_serving_ends(tmp_path, number, code):
+    """`demo --serve` with the fake server: Ctrl-C is its normal end, SIGTERM is not."""
+    script = SERVE_DRIVER.format(fake=str(FAKE), port=free_port(), tmp=str(tmp_path))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    seen = ""
+    while "-d '" not in seen:
+        line = driver.stdout.readline()
+        assert line, seen
+        seen += line
+    assert "curl -N http://127.0.0.1:" in seen
+    driver.send_signal(number)
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == code, output
+    assert "none of its processes is left" in output
+    assert list(tmp_path.glob("rocm-msa-demo-*")) == []

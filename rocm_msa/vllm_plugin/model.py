@@ -13,7 +13,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3
-from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.models.utils import (
+    make_empty_intermediate_tensors_factory,
+    maybe_prefix,
+)
 from vllm.platforms import current_platform
 
 from rocm_msa.vllm_plugin.attention import MsaAttention
@@ -114,6 +117,16 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.logits_processor = LogitsProcessor(self.serving.model.vocab_size)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], self.serving.model.hidden_size
+        )
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """State class of vLLM's model runner V2; upstream's VL class asks for it."""
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        return DefaultModelState
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed_tokens(input_ids)
@@ -130,6 +143,10 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states)
+
+    def compute_logits_local(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's part of the vocabulary."""
+        return self.logits_processor(self.lm_head, hidden_states, skip_gather=True)
 
     def get_expert_mapping(self) -> ExpertMapping:
         return expert_mapping(self, self.serving.model)

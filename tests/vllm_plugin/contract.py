@@ -140,7 +140,7 @@ SIGNATURES = {
     },
     "vllm/model_executor/layers/logits_processor.py": {
         "LogitsProcessor.__init__": ["vocab_size"],
-        "LogitsProcessor.forward": ["lm_head", "hidden_states"],
+        "LogitsProcessor.forward": ["lm_head", "hidden_states", "skip_gather"],
     },
     "vllm/model_executor/models/interfaces.py": {
         "EagleModelMixin._maybe_add_hidden_state": [
@@ -149,6 +149,9 @@ SIGNATURES = {
             "hidden_states",
             "residual",
         ],
+    },
+    "vllm/model_executor/models/utils.py": {
+        "make_empty_intermediate_tensors_factory": ["keys", "hidden_size"],
     },
     "vllm/model_executor/models/config.py": {
         "VerifyAndUpdateConfig.verify_and_update_config": ["vllm_config"],
@@ -308,4 +311,18 @@ def class_attributes(node: ast.ClassDef) -> set[str]:
                     and inner.value.id == "self"
                 ):
                     names.add(inner.attr)
+    return names
+
+
+def asked_of_the_text_model(root: Path) -> set[str]:
+    """Attributes that upstream's VL classes read on `self.language_model`."""
+    names = set()
+    for vendor in ("amd", "nvidia"):
+        for node in ast.walk(parse(root / f"vllm/models/minimax_m3/{vendor}/model.py")):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr == "language_model"
+            ):
+                names.add(node.attr)
     return names

@@ -82,6 +82,17 @@ def test_version_specific_fields(sources):
         assert bool(faults) == (version != only), f"vllm {version}: {faults}"
 
 
+def test_upstream_vl_class_finds_what_it_asks_of_our_text_model(sources):
+    """The VL class builds its text part through the registry, so it gets our class."""
+    from rocm_msa.vllm_plugin import model
+
+    _, root = sources
+    asked = contract.asked_of_the_text_model(root)
+    assert {"compute_logits", "get_expert_mapping", "make_empty_intermediate_tensors"} <= asked
+    ours = contract.find(contract.parse(Path(model.__file__)), "RocmMsaM3ForCausalLM")
+    assert asked <= contract.class_attributes(ours)
+
+
 def test_the_checker_can_fail(sources):
     _, root = sources
     assert not contract.module_binds(root, "vllm.config", "NoSuchConfig")

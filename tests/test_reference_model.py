@@ -103,13 +103,18 @@ def test_transformers_agrees(model, transformers_model, count):
 
 
 def test_transformers_loads_the_public_names_by_itself(tmp_path):
-    """The VL checkpoint through from_pretrained: transformers' own conversion of public names."""
+    """The VL checkpoint through from_pretrained: transformers' own conversion of public names.
+
+    Its classes are named, not looked up: vLLM, once imported, registers its own config class.
+    """
     pytest.importorskip("transformers.models.minimax_m3_vl")
-    from transformers import AutoModelForImageTextToText
+    from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as configuration
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
     make_checkpoint(tmp_path / "vl", arch="vl", seed=3)
-    theirs, report = AutoModelForImageTextToText.from_pretrained(
+    theirs, report = modeling.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
         tmp_path / "vl",
+        config=configuration.MiniMaxM3VLConfig.from_pretrained(tmp_path / "vl"),
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,

@@ -135,6 +135,13 @@ def outer_block_layouts():
     return (KVCacheLayout.BLHNC,)
 
 
+def layout_asked_for() -> str | None:
+    """The layout that VLLM_KV_CACHE_LAYOUT names, if any."""
+    from vllm import envs
+
+    return envs.VLLM_KV_CACHE_LAYOUT
+
+
 def mono_kernel_requested(vllm_config) -> bool:
     """0.33's `--kernel-config '{"monokernel": true}'`."""
     kernel_config = getattr(vllm_config, "kernel_config", None)

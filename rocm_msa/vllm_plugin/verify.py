@@ -147,6 +147,12 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         cache.block_size == BLOCK_TOKENS,
         f"--block-size: expected {BLOCK_TOKENS} (one sparse block a page), got {cache.block_size}",
     )
+    layouts = [layout.name for layout in compat.outer_block_layouts()]
+    asked = compat.layout_asked_for()
+    check(
+        asked is None or asked in layouts,
+        expect("VLLM_KV_CACHE_LAYOUT", f"one of {layouts} or unset", repr(asked)),
+    )
     check(
         not cache.kv_cache_dtype_skip_layers,
         "--kv-cache-dtype-skip-layers: every layer has the same main cache dtype, got "

@@ -75,6 +75,14 @@ def test_refused(options, words, checkpoint):
         assert word in message
 
 
+def test_layouts(checkpoint, monkeypatch):
+    """C36: another layout is refused before workers start, with the valid ones listed."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    config(checkpoint)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
+    assert "expected one of ['BLHNC'] or unset, got 'LBNHC'" in refusal(checkpoint)
+
+
 def test_all_reasons_come_at_once(checkpoint):
     message = refusal(
         checkpoint, block_size=64, pipeline_parallel_size=2, kv_cache_dtype="fp8_e5m2"

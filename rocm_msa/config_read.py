@@ -190,6 +190,7 @@ def check_switches(reader: Reader, sparse_reader: Reader) -> None:
         "use_gemma_norm": (True,),
         "use_qk_norm": (True,),
         "attention_output_gate": (False,),
+        "tie_word_embeddings": (False,),
     }
     for key, allowed in wanted.items():
         value = reader.data.get(key, allowed[0])

@@ -30,6 +30,9 @@ _STACKED = (
 )
 _KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 _IGNORED = re.compile(r"(^|\.)mtp\.|rotary_emb\.inv_freq$")
+_NEEDED = (".weight", ".e_score_correction_bias")
+"""Endings of tensors that a checkpoint has to have; what else vLLM's quantisation code declares
+(input scales, for one) is not in every public checkpoint."""
 _NAMES_SHOWN = 10
 
 
@@ -65,7 +68,10 @@ def load_text_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tenso
     if not scaled_layers:
         logger.info("rocm-msa: no KV cache scales in the checkpoint, all are 1.0")
     missing = sorted(_missing(params, shards, model))
-    _raise(extra, missing)
+    scales = [name for name in missing if not name.endswith(_NEEDED)]
+    if scales:
+        logger.warning("rocm-msa: not in the checkpoint, left as vLLM made them: %s", scales)
+    _raise(extra, [name for name in missing if name.endswith(_NEEDED)])
     return set(shards)
 
 

@@ -196,9 +196,13 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         )
 
 
-def check_checkpoint(path: str) -> None:
-    """Headers and sizes of a local checkpoint's safetensors files; hub names are left to vLLM."""
-    if Path(path).is_dir():
+def check_checkpoint(vllm_config: Any) -> None:
+    """Headers and sizes of a local checkpoint's safetensors files.
+
+    Hub names, other file kinds and dummy weights are left to vLLM.
+    """
+    path = Path(vllm_config.model_config.model)
+    if vllm_config.load_config.load_format != "dummy" and any(path.glob("*.safetensors")):
         from rocm_msa.checkpoint.read import open_checkpoint
 
         open_checkpoint(path)
@@ -222,7 +226,7 @@ def config_hook(previous: type | None) -> type:
             if previous is not None:
                 previous.verify_and_update_config(vllm_config)
             resolve(vllm_config)
-            check_checkpoint(vllm_config.model_config.model)
+            check_checkpoint(vllm_config)
             _disable_graphs(vllm_config)
 
         @staticmethod

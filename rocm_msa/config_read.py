@@ -191,6 +191,7 @@ def check_switches(reader: Reader, sparse_reader: Reader) -> None:
         "use_qk_norm": (True,),
         "attention_output_gate": (False,),
         "tie_word_embeddings": (False,),
+        "use_routing_bias": (True,),
     }
     for key, allowed in wanted.items():
         value = reader.data.get(key, allowed[0])

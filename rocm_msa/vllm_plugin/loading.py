@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.errors import ConfigError
 
 logger = logging.getLogger("vllm.rocm_msa")
@@ -155,4 +156,7 @@ def _raise(extra: list[str], missing: list[str]) -> None:
 
 def _set_kv_scale(model: nn.Module, layer: str, side: str, tensor: torch.Tensor) -> None:
     attention = model.get_submodule(layer)
-    attention.kv_scales[side] = float(tensor)
+    if attention.serving.main_dtype is CacheDType.BF16:
+        logger.warning("rocm-msa: %s.%s_scale is not used: the main cache is bf16", layer, side)
+    else:
+        attention.kv_scales[side] = float(tensor)

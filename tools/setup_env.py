@@ -182,23 +182,52 @@ def lock(path: Path):
         yield
 
 
-def ensure_system_libraries(load=ctypes.CDLL, runner=run) -> None:
-    """vLLM's CPU extension links libnuma; install it through apt only when it is missing."""
+def has_linker() -> bool:
+    """An ld.lld where rocm_msa/flydsl_compile.py looks: a ROCm, PATH, Debian's LLVM folders."""
+    roots = [os.environ.get(name) for name in ("ROCM_PATH", "ROCM_ROOT", "ROCM_HOME")]
+    found = [Path(root or "/opt/rocm") / "llvm" / "bin" / "ld.lld" for root in roots]
+    found += Path("/usr/lib").glob("llvm-*/bin/ld.lld")
+    return bool(shutil.which("ld.lld")) or any(path.exists() for path in found)
+
+
+def has_numa() -> bool:
     with contextlib.suppress(OSError):
-        load("libnuma.so.1")
-        return
-    advice = "vLLM's CPU build needs libnuma.so.1. Install it (Debian, Ubuntu: package libnuma1)"
-    if not shutil.which("apt-get"):
-        raise SetupError(f"{advice} and run this again.")
+        return bool(ctypes.CDLL("libnuma.so.1"))
+    return False
+
+
+def has_compiler() -> bool:
+    return any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")))
+
+
+# Debian's and Ubuntu's package, is it there, what needs it, does the set-up fail without it?
+SYSTEM_PACKAGES = (
+    ("libnuma1", has_numa, "vLLM's CPU build needs libnuma.so.1", True),
+    ("lld-19", has_linker, "Compiling FlyDSL kernels needs LLVM's linker ld.lld", False),
+    ("g++", has_compiler, "The gfx950 emulator needs a C++17 compiler", False),
+)
+
+
+def ensure_system_packages(packages=SYSTEM_PACKAGES, runner=run) -> None:
+    """Install through apt what is missing; ask apt for nothing when nothing is."""
     # -n: no password prompt, which would hang where nobody sits.
     prefix = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    print("env: libnuma1 is missing, installing it with apt-get", flush=True)
-    result = runner([*prefix, "apt-get", "install", "-y", "libnuma1"])
-    if result.code:  # perhaps only the package lists are missing
-        runner([*prefix, "apt-get", "update"])
-        result = runner([*prefix, "apt-get", "install", "-y", "libnuma1"])
-    if result.code:
-        raise SetupError(f"{advice} and run this again. apt-get said:\n{result.tail()}")
+    for name, present, use, required in packages:
+        if present():
+            continue
+        advice = f"{use}. Install it (Debian, Ubuntu: package {name}) and run this again."
+        if shutil.which("apt-get"):
+            print(f"env: {name} is missing, installing it with apt-get", flush=True)
+            result = runner([*prefix, "apt-get", "install", "-y", name])
+            if result.code:  # perhaps only the package lists are missing
+                runner([*prefix, "apt-get", "update"])
+                result = runner([*prefix, "apt-get", "install", "-y", name])
+            if result.code == 0:
+                continue
+            advice += f" apt-get said:\n{result.tail()}"
+        if required:
+            raise SetupError(advice)
+        print(f"env: warning: {advice}", file=sys.stderr, flush=True)
 
 
 def reachable(url: str, seconds: float = PROBE_SECONDS) -> str | None:
@@ -358,7 +387,7 @@ def ensure(root: Path, force: bool = False) -> None:
     """Bring .venv of the checkout up to date; return at once when it is."""
     venv = root / ".venv"
     wanted = {"base": base_digest(root, venv), "project": project_digest(root)}
-    ensure_system_libraries()
+    ensure_system_packages()
     if not force and read_stamp(venv) == wanted:
         return
     with lock(root / LOCK):

@@ -38,24 +38,45 @@ from rocm_msa.vllm_plugin.verify import Serving
 logger = logging.getLogger("vllm.rocm_msa")
 
 
-class IndexCacheLayer(nn.Module, AttentionLayerBase):
-    """The index key cache of one sparse layer, as vLLM's cache manager sees it."""
+class CacheLayer(nn.Module, AttentionLayerBase):
+    """A layer with a paged cache that vLLM allocates: `cache` is our view of `kv_cache`.
 
-    def __init__(self, serving: Serving, prefix: str) -> None:
+    vLLM releases the memory by assigning an empty tensor to `kv_cache`; the view goes with it.
+    """
+
+    def __init__(self, serving: Serving, layer_name: str) -> None:
         super().__init__()
-        self.serving, self.prefix = serving, prefix
+        self.serving, self.layer_name = serving, layer_name
         self.kv_cache = torch.tensor([])
-        self.cache: IndexCache | None = None
-        _register(prefix, self)
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        if layer_name in layers:
+            raise ValueError(f"duplicate layer name {layer_name}")
+        layers[layer_name] = self
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.kv_cache = kv_cache
-        self.cache = IndexCache.from_tensor(
-            kv_cache, self.serving.index_dtype, head_dim=self.serving.model.index_dim
-        )
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self._kv_cache = kv_cache
+        self.cache = self.view(kv_cache) if kv_cache.numel() else None
+
+    def view(self, kv_cache: torch.Tensor) -> MainCache | IndexCache:
+        """Our cache over the memory `[num_blocks, heads, 128, bytes]` that vLLM gives."""
+        raise NotImplementedError
 
     def get_attn_backend(self) -> type[MsaBackend]:
         return MsaBackend
+
+
+class IndexCacheLayer(CacheLayer):
+    """The index key cache of one sparse layer, as vLLM's cache manager sees it."""
+
+    def view(self, kv_cache: torch.Tensor) -> IndexCache:
+        return IndexCache.from_tensor(
+            kv_cache, self.serving.index_dtype, head_dim=self.serving.model.index_dim
+        )
 
     def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:
         page = self.serving.index_page
@@ -72,16 +93,16 @@ class IndexCacheLayer(nn.Module, AttentionLayerBase):
         raise RuntimeError("an index cache layer has no forward")
 
 
-class MsaAttention(nn.Module, AttentionLayerBase):
+class MsaAttention(CacheLayer):
     """Attention of one decoder layer, dense or sparse.
 
     forward(positions int64 [tokens], hidden_states [tokens, hidden]) -> [tokens, hidden].
     """
 
     def __init__(self, serving: Serving, layer_id: int, prefix: str, quant_config=None) -> None:
-        super().__init__()
+        super().__init__(serving, f"{prefix}.attn")
         model, rank = serving.model, serving.rank
-        self.serving, self.layer_id = serving, layer_id
+        self.layer_id = layer_id
         self.sparse = model.sparse_layers[layer_id]
         self.heads = ops.Heads(
             q=rank.q_heads,
@@ -102,16 +123,12 @@ class MsaAttention(nn.Module, AttentionLayerBase):
         )
         self.q_norm = GemmaRMSNorm(model.head_dim, eps=model.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(model.head_dim, eps=model.rms_norm_eps)
-        self.layer_name = f"{prefix}.attn"
         if self.sparse:
             self.index_q_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
             self.index_k_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
             self.index_cache = IndexCacheLayer(serving, f"{self.layer_name}.index_cache")
         self.rotary_emb = _rope(serving)
-        self.kv_cache = torch.tensor([])
-        self.cache: MainCache | None = None
         self.kv_scales = {"k": 1.0, "v": 1.0}
-        _register(self.layer_name, self)
 
     def _qkv_linear(self, quant_config, prefix: str) -> nn.Module:
         model = self.serving.model
@@ -122,9 +139,8 @@ class MsaAttention(nn.Module, AttentionLayerBase):
             sizes += [model.index_heads, model.index_dim]
         return kind(*sizes, bias=False, quant_config=quant_config, prefix=prefix)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.kv_cache = kv_cache
-        self.cache = MainCache.from_tensor(
+    def view(self, kv_cache: torch.Tensor) -> MainCache:
+        cache = MainCache.from_tensor(
             kv_cache,
             self.heads.kv,
             self.serving.main_dtype,
@@ -133,10 +149,8 @@ class MsaAttention(nn.Module, AttentionLayerBase):
             v_scale=self.kv_scales["v"],
         )
         if self.layer_id == 0 and get_tensor_model_parallel_rank() == 0:
-            logger.info(self.serving.describe(self.cache.num_blocks))
-
-    def get_attn_backend(self) -> type[MsaBackend]:
-        return MsaBackend
+            logger.info(self.serving.describe(cache.num_blocks))
+        return cache
 
     def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:
         page = self.serving.main_page
@@ -169,7 +183,7 @@ class MsaAttention(nn.Module, AttentionLayerBase):
                 qkv,
                 positions,
                 slots[self.layer_name],
-                slots[self.index_cache.prefix] if self.sparse else None,
+                slots[self.index_cache.layer_name] if self.sparse else None,
                 metadata[self.layer_name],
                 attended.view(-1, self.heads.q, self.heads.head_dim),
             )
@@ -248,14 +262,6 @@ class MsaAttention(nn.Module, AttentionLayerBase):
             ops.sparse_decode(q, self.cache, ids, table, lens, rows, self.sm_scale, **options)
         else:
             ops.sparse_prefill(q, self.cache, ids, table, cu, lens, self.sm_scale, **options)
-
-
-def _register(name: str, layer: AttentionLayerBase) -> None:
-    """Make the layer known to the cache manager under its name."""
-    layers = get_current_vllm_config().compilation_config.static_forward_context
-    if name in layers:
-        raise ValueError(f"duplicate layer name {name}")
-    layers[name] = layer
 
 
 def _rope(serving: Serving) -> nn.Module:

@@ -13,7 +13,7 @@ COUNT = 12
 
 def poison(llm) -> int:
     """Fill every cache page of every layer with 0xFF: NaN as bf16, E4M3 data and E4M3 scale."""
-    layers = [layer for layer in attention_layers(llm).values() if hasattr(layer, "cache")]
+    layers = list(attention_layers(llm).values())
     for layer in layers:
         layer.cache.pages.fill_(0xFF)
     return len(layers)
@@ -42,3 +42,14 @@ def test_with_speculation(checkpoint):
         poisoned = generate(llm, asked, COUNT)
     for before, after in zip(clean, poisoned, strict=True):
         assert torch.equal(before.logprobs, after.logprobs)
+
+
+def test_memory_is_released_when_vllm_takes_the_caches_back(checkpoint):
+    """vLLM does so after profiling and at shutdown; a view kept by a layer would keep it all."""
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    with engine(checkpoint) as llm:
+        layers = list(attention_layers(llm).values())
+        assert all(layer.cache is not None for layer in layers)
+        clear_layer_kv_caches(layers)
+        assert all(layer.cache is None for layer in layers)

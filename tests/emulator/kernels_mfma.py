@@ -202,4 +202,4 @@ def _case(rows: int, a_kind: str, b_kind: str) -> Case:
     )
 
 
-MFMA_CASES = [_case(rows, a, b) for rows in SHAPES for a in DTYPES for b in DTYPES]
+CASES = [_case(rows, a, b) for rows in SHAPES for a in DTYPES for b in DTYPES]

@@ -56,7 +56,7 @@ class CodeObjectError(ValueError):
 @dataclass(frozen=True)
 class Instruction:
     pc: int  # byte offset in .text
-    size: int  # bytes: 4, 8 or 12
+    size: int  # bytes: 4, 8, 12 or, with the scales of an MFMA, 16
     text: str  # LLVM's: mnemonic, one space, operands
     raw: bytes
 

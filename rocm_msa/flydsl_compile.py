@@ -78,7 +78,8 @@ def compile_flydsl(
     args      null pointers (`flyc.from_c_void_p`), torch tensors of any device, scalars
     kernel    which one, when the function launches several; a symbol or what it starts with
     hints     FlyDSL's compile hints, for example {"waves_per_eu": 2}
-    line_info source lines in the object; the instructions are the same with and without
+    line_info source lines in the object: the instructions are the same with and without, but
+              paths of this machine are then in the object and in the source digest
     """
     check_flydsl()
     from flydsl.compiler.jit_function import CompilationContext, JitFunction
@@ -304,6 +305,7 @@ def compile_triton(
     )
     # Said aloud: Triton warns that its default changes.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | options
+    build = (fn.cache_key, types, constexprs, sorted(aligned), sorted(options.items()), arch)
     target = GPUTarget("hip", arch, WAVE_SIZE)
     compiled = triton.compile(source, target=target, options=options)
     facts = compiled.metadata
@@ -317,5 +319,6 @@ def compile_triton(
         dynamic_lds_bytes=facts.shared,
         arguments=tuple(n for n in names if n not in constexprs) + TRITON_HIDDEN_POINTERS,
         compiler=f"triton {triton.__version__}",
-        source_digest=facts.hash,
+        # Triton's own hash holds paths of this machine.
+        source_digest=hashlib.sha256(repr(build).encode()).hexdigest(),
     )

@@ -85,6 +85,21 @@ def locked_sum(x, lock, total, BLOCK: tl.constexpr):
     tl.atomic_xchg(lock, 0)
 
 
+# A call
+
+
+@triton.jit(noinline=True)
+def mix(value, other):
+    return value * 3 + other
+
+
+@triton.jit
+def call(x, y):
+    """A device function that is called, not inlined: s_swappc_b64 there, s_setpc_b64 back."""
+    i = tl.program_id(0)
+    tl.store(y + i, mix(mix(tl.load(x + i), i), 7))
+
+
 # Attention
 
 
@@ -275,6 +290,21 @@ def _locked_sum_case() -> Case:
     )
 
 
+def _call_case() -> Case:
+    groups = 8
+
+    def make_args(seed: int) -> Args:
+        x = torch.randint(-1000, 1000, (groups,), generator=generator(seed)).int()
+        return one_rank(x, torch.zeros_like(x))
+
+    def expected(args: Args) -> Expected:
+        x = args[0][0]
+        return ({1: (x * 3 + torch.arange(groups).int()) * 3 + 7},)
+
+    kinds, grid = {"x": "*i32", "y": "*i32"}, (groups, 1, 1)
+    return case("call", call, kinds, {}, make_args, grid, expected, Tolerance())
+
+
 TOKENS, SPLITS, HEADS, D, PAGE, PAGES = 2, 4, 16, 64, 32, 8
 
 
@@ -346,6 +376,7 @@ CASES = [
     _top_k_case(1, 1024, 64),
     _atomics_case(),
     _locked_sum_case(),
+    _call_case(),
     _paged_decode_case(),
     _merge_case(),
 ]

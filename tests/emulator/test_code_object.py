@@ -1,5 +1,6 @@
 """Code objects: what is read from every test kernel, and what is refused."""
 
+import itertools
 import struct
 
 import msgpack
@@ -38,7 +39,8 @@ def test_kernels_are_read_whole(name):
     kernel = code.kernels[compiled.kernel]
     assert kernel.instructions[-1].text == "s_endpgm"
     assert {i.size for i in kernel.instructions} <= {4, 8, 12, 16}
-    for before, after in zip(kernel.instructions, kernel.instructions[1:], strict=False):
+    own = [i for i in kernel.instructions if i.pc >= kernel.header_entry]
+    for before, after in itertools.pairwise(own):
         assert before.pc + before.size == after.pc
     for i in kernel.instructions:
         assert len(i.raw) == i.size and i.text == " ".join(i.text.split())
@@ -94,6 +96,20 @@ def test_preload_header_is_stepped_over():
     code, compiled = load(FLYDSL)
     kernel = code.kernels[compiled.kernel]
     assert kernel.preload_entry is None and kernel.entry == kernel.header_entry
+
+
+def test_functions_that_a_kernel_calls_are_part_of_it():
+    code, compiled = load("triton_call")
+    kernel = code.kernels[compiled.kernel]
+    calls = [i for i in kernel.instructions if i.mnemonic == "s_swappc_b64"]
+    assert len(calls) == 2
+    functions = [place for name, place in code.symbols.items() if "mix" in name]
+    assert functions
+    for address, size in functions:
+        start = address - code.text_address
+        inside = [i for i in kernel.instructions if start <= i.pc < start + size]
+        assert sum(i.size for i in inside) == size and inside[-1].mnemonic == "s_setpc_b64"
+    assert "mix" not in str(load(TRITON)[0].symbols)
 
 
 @pytest.mark.parametrize(

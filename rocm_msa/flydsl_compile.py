@@ -37,6 +37,11 @@ ROCM_VARIABLES = ("ROCM_PATH", "ROCM_ROOT", "ROCM_HOME")
 OLDEST_LLD = 19  # the first that writes code objects of version 6
 TRITON_HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 
+# One kernel in the text of a compiled module, and the LDS that its launch adds.
+METADATA = re.compile(r'"([^"]+)", !llvm\.func<\w+ \((.*?)\)>, metadata = ')
+DYNAMIC_LDS = r"gpu\.launch_func .*@{kernel} .* dynamic_shared_memory_size (%\w+) "
+CONSTANT = r"{value} = llvm\.mlir\.constant\((\d+) : i32\)"
+
 # FlyDSL reads its settings from the environment, which is the process's: one compile at a time.
 _ENVIRONMENT = threading.Lock()
 
@@ -109,15 +114,15 @@ def compile_flydsl(
         raise ValueError(f"kernel must name one of {names}, got {kernel!r}")
     code_object, name, facts = chosen[0]
     block = facts["reqd_workgroup_size"]
-    lds = facts["group_segment_fixed_size"][0]
+    dynamic_lds = _dynamic_lds(artifact._ir_text, name)
     return Compiled(
         code_object=code_object,
         kernel=name,
         arch=arch,
         block=tuple(block) if len(block) == 3 else (facts["max_flat_workgroup_size"][0], 1, 1),
         num_warps=-(-facts["max_flat_workgroup_size"][0] // WAVE_SIZE),
-        lds_bytes=lds,
-        dynamic_lds_bytes=0,
+        lds_bytes=facts["group_segment_fixed_size"][0] + dynamic_lds,
+        dynamic_lds_bytes=dynamic_lds,
         arguments=("",) * facts["arguments"][0],
         compiler=f"flydsl {FLYDSL_VERSION}",
         source_digest=digest,
@@ -158,15 +163,27 @@ def _flydsl_entries(text: str) -> list[tuple[bytes, str, dict[str, list[int]]]]:
                 item = gpu.ObjectAttr(attribute)
                 # Their only Python face is the text: <"name", !llvm.func<...>, metadata = {...}>
                 for part in str(item.kernels).split("#gpu.kernel_metadata<")[1:]:
-                    name, signature = re.match(
-                        r'"([^"]+)", !llvm\.func<\w+ \((.*?)\)>', part
-                    ).groups()
+                    name, signature = METADATA.match(part).groups()
                     pairs = re.findall(r"(\w+) = (?:array<i32: )?(-?\d+(?:, -?\d+)*)", part)
                     facts = {key: [int(n) for n in value.split(",")] for key, value in pairs}
                     facts.setdefault("reqd_workgroup_size", [])
                     facts["arguments"] = [_count_arguments(signature)]
                     found.append((item.object, name, facts))
     return found
+
+
+def _dynamic_lds(text: str, kernel: str) -> int:
+    """Bytes of LDS that the launch of a kernel asks for beyond the kernel's own."""
+    launch = re.search(DYNAMIC_LDS.format(kernel=re.escape(kernel)), text)
+    if launch is None:
+        return 0
+    constant = re.search(CONSTANT.format(value=re.escape(launch[1])), text)
+    if constant is None:
+        raise NotImplementedError(
+            f"kernel {kernel}: its launch computes the size of LDS from an argument; give `smem` "
+            "a build parameter"
+        )
+    return int(constant[1])
 
 
 def _count_arguments(signature: str) -> int:

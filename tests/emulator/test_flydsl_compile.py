@@ -8,6 +8,7 @@ from pathlib import Path
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 import pytest
+import torch
 
 import rocm_msa.flydsl_compile as shim
 from gfx950_emu.code_object import CodeObject
@@ -102,6 +103,51 @@ def test_hints_reach_the_compiler():
     hinted = compile_flydsl(one, pointer(), 7, hints={"waves_per_eu": 2})
     assert hinted.source_digest != plain.source_digest
     assert compile_flydsl(one, pointer(), 7) == plain
+
+
+def make_dynamic(block=128):
+    @flyc.kernel(name="dynamic")
+    def kernel(x: fx.Pointer):
+        lds = fx.SharedAllocator(static=False).allocate(fx.Array[fx.Float32, block, 16]).peek().ptr
+        i = fx.thread_idx.x
+        lds[i] = x[i]
+        fx.barrier()
+        x[i] = lds[block - 1 - i]
+
+    @flyc.jit
+    def inferred(x: fx.Pointer):
+        kernel(x).launch(grid=(1, 1, 1), block=(block, 1, 1))
+
+    @flyc.jit
+    def computed(x: fx.Pointer, more: fx.Int32):
+        kernel(x).launch(grid=(1, 1, 1), block=(block, 1, 1), smem=more + block * 4)
+
+    return inferred, computed
+
+
+def test_dynamic_lds_is_what_the_launch_asks_for():
+    inferred, computed = make_dynamic()
+    compiled = compile_flydsl(inferred, pointer())
+    assert compiled.lds_bytes == compiled.dynamic_lds_bytes == 512
+    kernel = CodeObject.from_bytes(compiled.code_object).kernels["dynamic"]
+    assert kernel.descriptor.lds_bytes == 0
+    with pytest.raises(NotImplementedError, match="size of LDS from an argument"):
+        compile_flydsl(computed, pointer(), 4)
+
+
+def test_tensors_are_a_pointer_and_a_layout():
+    @flyc.kernel(name="copy_tensors")
+    def kernel(x: fx.Tensor, y: fx.Tensor, count: fx.Int32, factor: fx.Float32):
+        y[fx.thread_idx.x] = x[fx.thread_idx.x]
+
+    @flyc.jit
+    def launch(x: fx.Tensor, y: fx.Tensor, count: fx.Int32, factor: fx.Float32):
+        kernel(x, y, count, factor).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+    compiled = compile_flydsl(launch, torch.zeros(64), torch.zeros(4, 16), 3, 1.0)
+    args = CodeObject.from_bytes(compiled.code_object).kernels["copy_tensors"].args
+    assert len(compiled.arguments) == len(args) == 6
+    assert [a.size for a in args] == [8, 4, 8, 16, 4, 4]  # i32 shapes, i64 strides
 
 
 def test_kernel_without_a_launch_is_refused():

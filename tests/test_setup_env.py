@@ -290,14 +290,17 @@ def test_missing_package_fails_the_setup_only_when_nothing_works_without_it(monk
         assert "ld.lld" in text and "C++17" in text and ("no network" in text) is bool(apt)
 
 
-def test_linker_is_looked_for_in_a_rocm(monkeypatch, tmp_path):
-    monkeypatch.setattr(setup_env.shutil, "which", lambda name: None)
-    monkeypatch.setattr(setup_env.Path, "glob", lambda self, pattern: iter(()))
-    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
-    assert not setup_env.has_linker() or Path("/opt/rocm/llvm/bin/ld.lld").exists()
-    (tmp_path / "llvm" / "bin").mkdir(parents=True)
-    (tmp_path / "llvm" / "bin" / "ld.lld").touch()
-    assert setup_env.has_linker()
+def test_linker_is_looked_for_in_a_rocm_and_in_llvm_19_or_later(monkeypatch):
+    there = set()
+    monkeypatch.setattr(setup_env.Path, "exists", lambda self: str(self) in there)
+    monkeypatch.setenv("ROCM_PATH", "/some/rocm")
+    for path in ("/usr/lib/llvm-14/bin/ld.lld", "/usr/bin/ld.lld"):
+        there.add(path)
+        assert not setup_env.has_linker()
+    for path in ("/usr/lib/llvm-21/bin/ld.lld", "/some/rocm/llvm/bin/ld.lld"):
+        there.add(path)
+        assert setup_env.has_linker()
+        there.remove(path)
 
 
 # Where torch comes from

@@ -183,11 +183,11 @@ def lock(path: Path):
 
 
 def has_linker() -> bool:
-    """An ld.lld where rocm_msa/flydsl_compile.py looks: a ROCm, PATH, Debian's LLVM folders."""
+    """An ld.lld that rocm_msa/flydsl_compile.py finds and that is new enough: 19 or later."""
     roots = [os.environ.get(name) for name in ("ROCM_PATH", "ROCM_ROOT", "ROCM_HOME")]
     found = [Path(root or "/opt/rocm") / "llvm" / "bin" / "ld.lld" for root in roots]
-    found += Path("/usr/lib").glob("llvm-*/bin/ld.lld")
-    return bool(shutil.which("ld.lld")) or any(path.exists() for path in found)
+    found += [Path(f"/usr/lib/llvm-{n}/bin/ld.lld") for n in range(19, 40)]
+    return any(path.exists() for path in found)
 
 
 def has_numa() -> bool:

@@ -85,6 +85,56 @@ def _copy_lds_dma() -> Compiled:
     return compile_flydsl(launch, pointer(), pointer())
 
 
+def _gather() -> Compiled:
+    """Rows by a table, both through buffer descriptors: what lies beyond their ends reads as 0."""
+
+    @flyc.kernel(name="gather")
+    def kernel(
+        table: fx.Pointer,
+        source: fx.Pointer,
+        target: fx.Pointer,
+        groups: fx.Int32,
+        count: fx.Int32,
+    ):
+        group, lane = fx.block_idx.x, fx.thread_idx.x
+        rows = rocdl.make_buffer_ptr(table, num_records_bytes=fx.Int64(groups) * 4)
+        data = rocdl.make_buffer_ptr(source, num_records_bytes=fx.Int64(count) * 4)
+        i = rocdl.s_buffer_load(rows, group) * BLOCK + lane
+        zero = fx.Int32(0).ir_value()
+        got = rocdl.raw_ptr_buffer_load(
+            fx.Float32.ir_type, rocdl.get_buffer_rsrc(data), (i * 4).ir_value(), zero, zero
+        )
+        target[group * BLOCK + lane] = fx.Float32(got)
+
+    @flyc.jit
+    def launch(
+        table: fx.Pointer,
+        source: fx.Pointer,
+        target: fx.Pointer,
+        groups: fx.Int32,
+        count: fx.Int32,
+    ):
+        kernel(table, source, target, groups, count).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))
+
+    return compile_flydsl(launch, pointer(fx.Int32), pointer(), pointer(), 1, 1)
+
+
+def _gather_args(seed: int) -> Args:
+    groups, rows, count = 6, 8, 7 * BLOCK + 100
+    table = torch.randperm(rows, generator=generator(seed)).int()
+    table[:2] = torch.tensor([rows - 1, rows + 3])  # partly and wholly beyond the end
+    source = normal((rows * BLOCK,), seed)
+    return one_rank(table, source, torch.ones(groups * BLOCK), groups, count)
+
+
+def _expected_gather(args: Args) -> Expected:
+    table, source, _, groups, count = args[0]
+    places = table[:groups, None].long() * BLOCK + torch.arange(BLOCK)
+    valid = places < count
+    found = torch.where(valid, source[torch.where(valid, places, 0)], 0.0)
+    return ({2: found.flatten()},)
+
+
 # A reduction
 
 
@@ -220,6 +270,14 @@ CASES = [
             lambda args: ({1: args[0][0]},),
         )
         for name, build in (("copy_vector", _copy_vector), ("copy_lds_dma", _copy_lds_dma))
+    ),
+    Case(
+        "flydsl_gather",
+        _gather,
+        _gather_args,
+        (6, 1, 1),
+        (BLOCK, 1, 1),
+        _expected_gather,
     ),
     Case(
         "flydsl_reduce",

@@ -1,1 +1,17 @@
 """A functional emulator of gfx950 (CDNA 4) that runs compiled code objects on the CPU."""
+
+from gfx950_emu.code_object import CodeObject, CodeObjectError
+from gfx950_emu.machine import Checks, DeviceModel, Machine, Schedule, launch
+from gfx950_emu.report import Arch, Report
+
+__all__ = [
+    "Arch",
+    "Checks",
+    "CodeObject",
+    "CodeObjectError",
+    "DeviceModel",
+    "Machine",
+    "Report",
+    "Schedule",
+    "launch",
+]

@@ -422,6 +422,16 @@ def check(f: Fields, mnemonic: str) -> None:
         for k, o in enumerate(f.src):
             if o.kind == ops.KIND_CONST and o.lit and f.op_sel_hi >> k & 1:
                 raise OperandError("a constant in the high half of a packed f32 operand")
+    for k, o in enumerate(f.src):
+        # Both results take the same dword: the other one is not read.
+        if o.type == ops.T_PK32 and o.width == 2 and o.kind in (ops.KIND_VGPR, ops.KIND_SGPR):
+            low, high = f.op_sel >> k & 1, f.op_sel_hi >> k & 1
+            if op.name == "v_pk_mov_b32":
+                high = low
+            if low == high:
+                o.reg, o.width = o.reg + low, 1
+                f.op_sel &= ~(1 << k)
+                f.op_sel_hi &= ~(1 << k)
     if op.family == MFMA:
         check_mfma(f)
     if op.family in (FLAT, MUBUF):

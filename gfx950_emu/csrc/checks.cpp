@@ -102,7 +102,8 @@ void spread_undef(Wave& w, const Inst& i, u64 undef) {
 
 // Two accesses of different waves to one granule within an epoch (between two barriers) race when
 // one of them writes. An access that no wait covered at a barrier counts in the next epoch too.
-void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index) {
+void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
+              u64 same) {
   if (!(w.machine->checks & C_LDS_RACE)) return;
   Workgroup& g = *w.wg;
   if (g.waves.size() < 2) return;
@@ -118,6 +119,11 @@ void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc
       LdsShadow& s = shadow[n];
       bool written = s.write_epoch == epoch;
       bool other = written && (s.writer & 0x7f) != w.id && !(atomic && (s.writer & 0x80));
+      if (write && (same >> l & 1)) {  // changes nothing: no race, and no new writer
+        if (!written) s.write_epoch = epoch, s.writer = id;
+        continue;
+      }
+      u8 before = s.writer;
       if (write) {
         if (!other && s.read_epoch == epoch && (s.readers & ~me)) other = true;
         if (!(atomic && written && !other)) s.writer = id;
@@ -127,8 +133,8 @@ void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc
         s.readers |= me;
       }
       if (other) {
-        u64 who = written && (s.writer & 0x7f) != w.id ? s.writer & 0x7f
-                  : s.readers & ~me ? (u64)__builtin_ctz(s.readers & ~me) : s.writer & 0x7f;
+        u64 who = written && (before & 0x7f) != w.id ? before & 0x7f
+                                                      : (u64)__builtin_ctz(s.readers & ~me);
         report(w, FK_LDS_RACE, l, addr[l], who << 1 | write);
       }
     }

@@ -121,12 +121,11 @@ void read_at(Wave& w, const Inst& i, const u32* addr, u32 bytes, Form form, int 
 void write_at(Wave& w, const Inst&, const u32* addr, u32 bytes, Form form, const Operand& data,
               u64 seq) {
   u64 lanes = in_bounds(w, addr, w.exec(), bytes);
-  mark_lds(w, addr, lanes, bytes, true, w.pc - 1);
-  note_open(w, addr, lanes, bytes, true, seq);
   count_banks(w, addr, lanes, bytes);
   w.launch->c.lds_write_bytes += (u64)bytes * __builtin_popcountll(lanes);
   u8 *lds = w.wg->lds.data(), *def = w.wg->lds_def.data();
   u32 n = bytes < 4 ? 1 : bytes / 4;
+  u64 same = w.machine->checks & C_LDS_RACE ? lanes : 0;
   for (u32 k = 0; k < n; k++) {
     u64 u = w.undef[data.reg + k];
     const u32* d = w.reg(data.reg + k);
@@ -134,10 +133,13 @@ void write_at(Wave& w, const Inst&, const u32* addr, u32 bytes, Form form, const
     for (u64 x = lanes; x; x &= x - 1) {
       int l = __builtin_ctzll(x);
       u32 v = form == DF_D16_HI || form == DF_U8_D16_HI ? d[l] >> 16 : d[l];
+      if (memcmp(lds + addr[l] + 4 * k, &v, step)) same &= ~(1ull << l);
       memcpy(lds + addr[l] + 4 * k, &v, step);
       memset(def + addr[l] + 4 * k, !(u >> l & 1), step);
     }
   }
+  mark_lds(w, addr, lanes, bytes, true, w.pc - 1, same);
+  note_open(w, addr, lanes & ~same, bytes, true, seq);
 }
 
 void h_read(Wave& w, const Inst& i) {

@@ -223,7 +223,20 @@ void h_cndmask(Wave& w, const Inst& i) {
     u32 m = 0u - (u32)(mask >> l & 1);
     out.x[l] = (b[l] & m) | (a[l] & ~m);
   }
+  auto undef = [&](int k) -> u64 {
+    const Operand& o = i.src[k];
+    if (o.kind == K_VGPR) {
+      u64 u = w.undef[o.reg];
+      return u && k == 0 && (i.flags & F_DPP) ? dpp_undef(w, i, u) : u;
+    }
+    return sgpr_undef(w, o) ? ~0ull : 0;
+  };
+  const Operand& k = i.src[2];
+  u64 mu = k.kind == K_SGPR ? join(w.sundef[k.reg], w.sundef[k.reg + 1]) : 0;
+  u64 u = (mask & undef(1)) | (~mask & undef(0)) | mu;
   commit(w, i, out.x);
+  u64& d = w.undef[i.dst[0].reg];
+  d = (d & ~w.wmask) | (u & w.wmask);
 }
 Reg r_cndmask("v_cndmask_b32", FAM_VALU, "df32 sf32 sf32 k", h_cndmask, P_CUSTOM);
 

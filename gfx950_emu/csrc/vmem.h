@@ -8,8 +8,9 @@ namespace emu {
 u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write);
 // The wave's own buffered stores become visible where a load or atomic follows them.
 void drain_overlap(Wave& w, const u64* addr, u64 lanes, u32 bytes);
-// An LDS access for the race check.
-void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index);
+// An LDS access for the race check; `same`: lanes that write what is there already.
+void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
+              u64 same = 0);
 
 enum class Op { Load, Store, Atomic };
 

@@ -107,34 +107,31 @@ void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc
   if (!(w.machine->checks & C_LDS_RACE)) return;
   Workgroup& g = *w.wg;
   if (g.waves.size() < 2) return;
-  bool atomic = pc_index >> 31;
-  int sh = g.shadow_shift;
-  u16 epoch = (u16)g.epoch, me = (u16)(1u << w.id);
-  u8 id = (u8)(w.id | (atomic ? 0x80 : 0));
+  const bool atomic = pc_index >> 31;
+  const int sh = g.shadow_shift;
+  const u32 epoch = g.epoch & kEpochMask, me = 0x10000u << w.id;
+  const u32 mine = kWritten | (atomic ? kAtomic : 0) | w.id << 12;
   LdsShadow* shadow = g.shadow.data();
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
     u32 first = addr[l] >> sh, last = (addr[l] + bytes - 1) >> sh;
     for (u32 n = first; n <= last; n++) {
-      LdsShadow& s = shadow[n];
-      bool written = s.write_epoch == epoch;
-      bool other = written && (s.writer & 0x7f) != w.id && !(atomic && (s.writer & 0x80));
-      if (write && (same >> l & 1)) {  // changes nothing: no race, and no new writer
-        if (!written) s.write_epoch = epoch, s.writer = id;
+      u32 e = shadow[n];
+      if ((e & kEpochMask) != epoch) e = epoch;
+      bool other = (e & kWritten) && (e >> 12 & 15) != w.id && !(atomic && (e & kAtomic));
+      u32 readers = e >> 16 & ~(1u << w.id);
+      if (!write) {
+        shadow[n] = e | me;
+      } else if (same >> l & 1) {  // changes nothing: no race, and no new writer
+        shadow[n] = e & kWritten ? e : e | mine;
         continue;
-      }
-      u8 before = s.writer;
-      if (write) {
-        if (!other && s.read_epoch == epoch && (s.readers & ~me)) other = true;
-        if (!(atomic && written && !other)) s.writer = id;
-        s.write_epoch = epoch;
       } else {
-        if (s.read_epoch != epoch) s.read_epoch = epoch, s.readers = 0;
-        s.readers |= me;
+        other |= readers != 0;
+        shadow[n] = (e & ~0xfc00u) | mine;
       }
-      if (other) {
-        u64 who = written && (before & 0x7f) != w.id ? before & 0x7f
-                                                      : (u64)__builtin_ctz(s.readers & ~me);
+      if (__builtin_expect(other, 0)) {
+        bool by_writer = (e & kWritten) && (e >> 12 & 15) != w.id;
+        u64 who = by_writer ? e >> 12 & 15 : (u64)__builtin_ctz(readers | 0x10000);
         report(w, FK_LDS_RACE, l, addr[l], who << 1 | write);
       }
     }

@@ -24,6 +24,13 @@ void count_banks(Wave& w, const u32* addr, u64 lanes, u32 bytes) {
     u64 part = lanes >> g & (group == 64 ? ~0ull : (1ull << group) - 1);
     if (!part) continue;
     u32 first[64];
+    bool run = true;  // lanes one after another: no conflict
+    for (u32 k = 1; k < group && run; k++)
+      run = (part >> k & 1) && addr[g + k] == addr[g] + k * 4 * words;
+    if (run && words != 3) {
+      cycles++, ideal++;
+      continue;
+    }
     u8 n[64] = {0}, most = 1;
     for (; part; part &= part - 1) {
       u32 a = addr[g + __builtin_ctzll(part)] >> 2;
@@ -79,6 +86,11 @@ u64 undefined_lanes(Wave& w, const u32* addr, u64 lanes, u32 bytes) {
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
     const u8* d = def + addr[l];
+    if (bytes >= 4) {
+      u32 bad_words = 0, x;
+      for (u32 k = 0; k < bytes; k += 4) memcpy(&x, d + k, 4), bad_words |= x ^ 0x01010101;
+      if (!bad_words) continue;
+    }
     bool ok = true, dma = false;
     for (u32 k = 0; k < bytes; k++) ok &= d[k] == 1, dma |= d[k] == 2;
     if (dma) report(w, FK_DMA_PENDING, l, addr[l], bytes);

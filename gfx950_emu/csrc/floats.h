@@ -2,6 +2,10 @@
 #pragma once
 #include <cmath>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "inst.h"
 
 namespace emu {
@@ -45,6 +49,14 @@ inline u32 f32_to_f16(float x) {  // round to nearest even
   return (u16)__builtin_ia32_vcvtps2ph((__attribute__((vector_size(16))) float){x}, 0)[0];
 #else
   return encode_small(x, kF16, false);
+#endif
+}
+inline void f16_lanes(const u32* h, float* out) {  // 64 of them
+#ifdef __AVX512F__
+  for (int l = 0; l < kLanes; l += 16)
+    _mm512_storeu_ps(out + l, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_loadu_si512(h + l))));
+#else
+  for (int l = 0; l < kLanes; l++) out[l] = f16_to_f32(h[l]);
 #endif
 }
 u32 f64_to_f16(double x);  // rounds once

@@ -58,18 +58,34 @@ constexpr Shape kShapes[] = {
 
 int elem_bytes(Elem e) { return e == E_F64 ? 8 : e == E_F32 ? 4 : e == E_F16 || e == E_BF16 ? 2 : 1; }
 
-alignas(64) thread_local float gA[32 * 128], gB[32 * 128];  // A[row][k], B[k][column]
+alignas(64) thread_local float gA[32 * 128], gB[32 * 128];  // A[k][row], B[k][column]
 alignas(64) thread_local float gC[32 * 32];
 
-// The float at place `n` of lane `l`'s registers.
-float element(Wave& w, int reg, int l, int n, Elem e) {
-  switch (e) {
-    case E_F32: return f32(w.reg(reg + n)[l]);
-    case E_F16: return f16_to_f32(w.reg(reg + n / 2)[l] >> (16 * (n & 1)) & 0xffff);
-    case E_BF16: return bf16_to_f32(w.reg(reg + n / 2)[l] >> (16 * (n & 1)) & 0xffff);
-    case E_I8: return (float)(i8)(w.reg(reg + n / 4)[l] >> (8 * (n & 3)));
-    case E_FP8: return small_tables()[0][w.reg(reg + n / 4)[l] >> (8 * (n & 3)) & 0xff];
-    default: return small_tables()[1][w.reg(reg + n / 4)[l] >> (8 * (n & 3)) & 0xff];
+// Element `n` of each lane's registers.
+template <Elem E>
+void elements(Wave& w, int reg, int n, float* out) {
+  if constexpr (E == E_F32) {
+    const u32* p = w.reg(reg + n);
+    for (int l = 0; l < kLanes; l++) out[l] = f32(p[l]);
+  } else if constexpr (E == E_F16) {
+    const u32* p = w.reg(reg + n / 2);
+    alignas(64) u32 h[kLanes];
+    for (int l = 0; l < kLanes; l++) h[l] = p[l] >> (16 * (n & 1)) & 0xffff;
+    f16_lanes(h, out);
+  } else if constexpr (E == E_BF16) {
+    const u32* p = w.reg(reg + n / 2);
+    if (n & 1)
+      for (int l = 0; l < kLanes; l++) out[l] = f32(p[l] & 0xffff0000);
+    else
+      for (int l = 0; l < kLanes; l++) out[l] = f32(p[l] << 16);
+  } else {
+    const u32* p = w.reg(reg + n / 4);
+    int shift = 8 * (n & 3);
+    const float* t = small_tables()[E == E_BF8 ? 1 : 0];
+    for (int l = 0; l < kLanes; l++) {
+      u32 b = p[l] >> shift & 0xff;
+      out[l] = E == E_I8 ? (float)(i8)b : t[b];
+    }
   }
 }
 
@@ -110,18 +126,45 @@ void store_d(Wave& w, const Inst& i, int m, int block) {
   }
 }
 
+// Rows in groups, so that their chains of additions overlap.
+#ifdef __AVX512F__
+using Vec = __m512;
+constexpr int kVec = 16;
+Vec load(const float* p) { return _mm512_loadu_ps(p); }
+void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+Vec fma(float a, Vec b, Vec c) { return _mm512_fmadd_ps(_mm512_set1_ps(a), b, c); }
+#else
+using Vec = float;
+constexpr int kVec = 1;
+Vec load(const float* p) { return *p; }
+void store(float* p, Vec v) { *p = v; }
+Vec fma(float a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
+#endif
 template <int M>
 void multiply(int k_total) {
-  for (int row = 0; row < M; row++) {
-    float acc[M];
-    for (int n = 0; n < M; n++) acc[n] = gC[row * M + n];
-    const float* a = gA + row * k_total;
-    for (int k = 0; k < k_total; k++) {
-      float x = a[k];
-      const float* b = gB + k * M;
-      for (int n = 0; n < M; n++) acc[n] = __builtin_fmaf(x, b[n], acc[n]);
+  constexpr int kWidth = M < kVec ? 1 : M / kVec, kGroup = M == 4 ? 1 : 8;
+  if constexpr (M < kVec) {  // 4x4
+    for (int row = 0; row < M; row++)
+      for (int n = 0; n < M; n++)
+        for (int k = 0; k < k_total; k++)
+          gC[row * M + n] = __builtin_fmaf(gA[k * M + row], gB[k * M + n], gC[row * M + n]);
+    return;
+  } else {
+    for (int row = 0; row < M; row += kGroup) {
+      Vec acc[kGroup][kWidth];
+      for (int r = 0; r < kGroup; r++)
+        for (int n = 0; n < kWidth; n++) acc[r][n] = load(gC + (row + r) * M + n * kVec);
+      for (int k = 0; k < k_total; k++) {
+        const float* a = gA + k * M + row;
+        for (int n = 0; n < kWidth; n++) {
+          Vec b = load(gB + k * M + n * kVec);
+#pragma GCC unroll 8
+          for (int r = 0; r < kGroup; r++) acc[r][n] = fma(a[r], b, acc[r][n]);
+        }
+      }
+      for (int r = 0; r < kGroup; r++)
+        for (int n = 0; n < kWidth; n++) store(gC + (row + r) * M + n * kVec, acc[r][n]);
     }
-    for (int n = 0; n < M; n++) gC[row * M + n] = acc[n];
   }
 }
 void multiply(int m, int k) {
@@ -134,7 +177,7 @@ void multiply_int(int m, int k_total) {
     for (int n = 0; n < m; n++) {
       u32 acc = bits(gC[row * m + n]);
       for (int k = 0; k < k_total; k++)
-        acc += (u32)((i32)gA[row * k_total + k] * (i32)gB[k * m + n]);
+        acc += (u32)((i32)gA[k * m + row] * (i32)gB[k * m + n]);
       gC[row * m + n] = f32(acc);
     }
 }
@@ -155,20 +198,19 @@ void h_mfma(Wave& w, const Inst& i) {
   for (int block = 0; block < s.blocks; block++) {
     // cbsz and abid: one block of A serves 2^cbsz blocks.
     int a_block = i.cbsz ? (block >> i.cbsz << i.cbsz) + i.abid : block;
-    auto fill = [&](int reg, int from, Elem e, bool is_a) {
-      for (int l = 0; l < kLanes; l++) {
-        int r = l / m, kg = r % groups, b = r / groups;
-        if (b != from) continue;
-        for (int n = 0; n < each; n++) {
-          float x = element(w, reg, l, n, e);
-          int kk = kg * each + n;
-          if (is_a) gA[(l % m) * k + kk] = x;
-          else gB[kk * m + l % m] = x;
+    auto fill = [&](auto elem, int reg, int from, float* to) {
+      alignas(64) float x[kLanes];
+      for (int n = 0; n < each; n++) {
+        elements<decltype(elem)::value>(w, reg, n, x);
+        for (int part = 0; part < kLanes / m; part++) {
+          if (part / groups != from) continue;
+          float* row = to + (part % groups * each + n) * m;
+          for (int l = 0; l < m; l++) row[l] = x[part * m + l];
         }
       }
     };
-    fill(i.src[0].reg, a_block, s.a, true);
-    fill(i.src[1].reg, block, s.b, false);
+    fill(std::integral_constant<Elem, s.a>{}, i.src[0].reg, a_block, gA);
+    fill(std::integral_constant<Elem, s.b>{}, i.src[1].reg, block, gB);
     load_c(w, i, m, block, s.blocks);
     if (s.a == E_I8) multiply_int(m, k);
     else multiply(m, k);
@@ -218,14 +260,19 @@ void h_f64_4(Wave& w, const Inst& i) { mfma_f64(w, i, true); }
 
 // f8f6f4: 8-bit operands come as two runs of 16 (k = 16g.. and K/2 + 16g..), smaller ones as one
 // run of 32 (k = 32g..). The scale of block k / 32 is a byte in lane group k / 32.
-float f8f6f4_element(Wave& w, int reg, int l, int n, int code) {
+void f8f6f4_elements(Wave& w, int reg, int n, int code, float* out) {
   const float* t = small_tables()[code];
-  if (code < 2) return t[w.reg(reg + n / 4)[l] >> (8 * (n & 3)) & 0xff];
-  if (code == 4) return t[w.reg(reg + n / 8)[l] >> (4 * (n & 7)) & 0xf];
-  int bit = 6 * n, word = bit >> 5;
-  u64 pair = w.reg(reg + word)[l];
-  if (word + 1 < 6) pair |= (u64)w.reg(reg + word + 1)[l] << 32;
-  return t[pair >> (bit & 31) & 63];
+  if (code < 2) {
+    const u32* p = w.reg(reg + n / 4);
+    for (int l = 0; l < kLanes; l++) out[l] = t[p[l] >> (8 * (n & 3)) & 0xff];
+  } else if (code == 4) {
+    const u32* p = w.reg(reg + n / 8);
+    for (int l = 0; l < kLanes; l++) out[l] = t[p[l] >> (4 * (n & 7)) & 0xf];
+  } else {
+    int bit = 6 * n, word = bit >> 5, at = bit & 31;
+    const u32 *p = w.reg(reg + word), *q = word + 1 < 6 ? w.reg(reg + word + 1) : p;
+    for (int l = 0; l < kLanes; l++) out[l] = t[join(p[l], q[l]) >> at & 63];
+  }
 }
 float e8m0(u32 byte) { return byte == 255 ? NAN : (float)std::ldexp(1.0, (int)byte - 127); }
 
@@ -241,14 +288,14 @@ void h_f8f6f4(Wave& w, const Inst& i) {
   }
   for (int side = 0; side < 2; side++) {
     int code = side ? i.blgp : i.cbsz, reg = i.src[side].reg;
-    for (int l = 0; l < kLanes; l++) {
-      int g = l / M, at = l % M;
-      for (int n = 0; n < 32; n++) {
+    float* to = side ? gB : gA;
+    alignas(64) float x[kLanes];
+    for (int n = 0; n < 32; n++) {
+      f8f6f4_elements(w, reg, n, code, x);
+      for (int g = 0; g < kLanes / M; g++) {
         int k = code < 2 ? (n < 16 ? 16 * g + n : K / 2 + 16 * g + n - 16) : 32 * g + n;
-        float x = f8f6f4_element(w, reg, l, n, code);
-        if (Scaled) x *= scale[side][k / 32][at];
-        if (side == 0) gA[at * K + k] = x;
-        else gB[k * M + at] = x;
+        for (int at = 0; at < M; at++)
+          to[k * M + at] = Scaled ? x[g * M + at] * scale[side][k / 32][at] : x[g * M + at];
       }
     }
   }

@@ -77,7 +77,7 @@ struct Scheduler {
     g->shadow_shift = l.code->sub_dword_lds ? 0 : 2;
     g->shadow.clear();
     if (m.checks & C_LDS_RACE)
-      g->shadow.assign((d.lds_bytes >> g->shadow_shift) + 4, LdsShadow{0, 0, 0, 0, 0});
+      g->shadow.assign((d.lds_bytes >> g->shadow_shift) + 4, LdsShadow{0});
     u32 waves = waves_of(l);
     g->vgprs.assign((size_t)waves * d.vgprs * kLanes + 16, 0x7fc0dead);
     g->undefs.assign((size_t)waves * d.vgprs, ~0ull);
@@ -189,7 +189,10 @@ struct Scheduler {
           break;
         }
     }
-    g.epoch++;
+    if ((++g.epoch & kEpochMask) == 0) {  // the short epoch wraps: forget all
+      g.epoch++;
+      std::fill(g.shadow.begin(), g.shadow.end(), 0);
+    }
     g.launch->c.barriers++;
     for (auto& w : g.waves)
       if (w->status == Status::Barrier) {

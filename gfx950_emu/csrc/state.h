@@ -66,7 +66,7 @@ struct OutstandingDs {  // an LDS access that no wait covers yet
 };
 
 struct Wave {
-  alignas(64) union {
+  union alignas(64) {
     u32 s[128];
     u64 s64[64];
   };
@@ -115,11 +115,10 @@ struct Wave {
   const u32* mask_lanes(u64 mask);
 };
 
-struct LdsShadow {  // one granule
-  u16 write_epoch, read_epoch;
-  u16 readers;
-  u8 writer, pad;
-};
+// What happened to a granule of LDS since the last barrier: bits 0-9 the epoch that it speaks of,
+// 10 written, 11 by an atomic, 12-15 by which wave, 16-31 the waves that read it.
+using LdsShadow = u32;
+constexpr u32 kEpochMask = 1023, kWritten = 1 << 10, kAtomic = 1 << 11;
 
 struct Workgroup {
   std::vector<u8> lds;

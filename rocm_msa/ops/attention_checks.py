@@ -50,6 +50,9 @@ def give(
     lse: torch.Tensor,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Round the fp32 result to q's dtype, into `out` when there is one."""
-    result = result.to(q.dtype) if out is None else out.copy_(result)
+    """Round the result to q's dtype, into `out` when there is one that does not hold it yet."""
+    if out is None:
+        result = result.to(q.dtype)
+    elif result is not out:
+        result = out.copy_(result)
     return (result, lse) if return_lse else result

@@ -13,6 +13,7 @@ import torch
 
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.errors import check_int, check_tensor, expect
+from rocm_msa.ops.dispatch import on_host
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ def prefill_rows(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int
 
 
 def check_paging(block_table: torch.Tensor, seq_lens: torch.Tensor, device: torch.device) -> int:
-    """Check `block_table` int32 `[requests, max_blocks]` and `seq_lens` int32; -> requests."""
+    """Check `block_table` int32 `[requests, max_blocks]` and `seq_lens` int32; -> requests.
+
+    The range of the lengths is checked on the CPU only: on a GPU that would wait for it.
+    """
     check_tensor("block_table", block_table, ["requests", "max_blocks"], torch.int32, device=device)
     requests, max_blocks = block_table.shape
     check_tensor("seq_lens", seq_lens, [requests], torch.int32, device=device)
-    if requests:
+    if requests and on_host(seq_lens):
         low, high = int(seq_lens.min()), int(seq_lens.max())
         if low < 0 or high > max_blocks * BLOCK_TOKENS:
             raise ValueError(
@@ -69,9 +73,14 @@ def check_paging(block_table: torch.Tensor, seq_lens: torch.Tensor, device: torc
 
 
 def check_cu_seqlens(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> None:
-    """Check `cu_seqlens_q` int32 `[requests + 1]`: from 0, rising, within tokens and seq_lens."""
+    """Check `cu_seqlens_q` int32 `[requests + 1]`: from 0, rising, within tokens and seq_lens.
+
+    The values are checked on the CPU only: on a GPU that would wait for it.
+    """
     requests = seq_lens.shape[0]
     check_tensor("cu_seqlens_q", cu_seqlens_q, [requests + 1], torch.int32, device=seq_lens.device)
+    if not on_host(cu_seqlens_q):
+        return
     lengths = cu_seqlens_q.diff()
     if int(cu_seqlens_q[0]) != 0 or (requests and int(lengths.min()) < 0):
         raise ValueError(expect("cu_seqlens_q", "rising from 0", cu_seqlens_q.tolist()[:16]))

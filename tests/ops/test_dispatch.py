@@ -27,16 +27,18 @@ def test_the_reason_is_logged_once(caplog, monkeypatch):
             block_topk(SCORES, NB, backend="reference")
     lines = [r.getMessage() for r in caplog.records]
     assert lines == [
-        "block_topk runs on backend reference (not implemented: flydsl, triton)",
+        "block_topk runs on backend reference (flydsl: not implemented; triton: for GPUs)",
         "block_topk runs on backend reference (asked for)",
     ]
 
 
 def test_a_refused_backend_is_not_counted():
     before = sum(dispatch.taken.values())
-    for backend in ("triton", "cuda"):
+    for backend in ("flydsl", "cuda"):
         with pytest.raises((NotImplementedError, ValueError)):
             block_topk(SCORES, NB, backend=backend)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        block_topk(SCORES, NB, backend="triton")
     assert sum(dispatch.taken.values()) == before
 
 

@@ -14,9 +14,14 @@ import torch
 
 from rocm_msa.errors import check_int, check_output, check_tensor, expect
 from rocm_msa.ops.block_topk import reference
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, on_host, triton_run
 
-_IMPLEMENTATIONS = {"reference": reference.run}
+
+def _reference(scores, num_blocks, topk, init_blocks, local_blocks, out=None):
+    return reference.run(scores, num_blocks, topk, init_blocks, local_blocks)
+
+
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("block_topk")}
 
 
 def block_topk(
@@ -43,7 +48,8 @@ def block_topk(
         int32 `[heads, rows, topk]`.
 
     Raises:
-        TypeError, ValueError: see errors.check_tensor; counts out of range.
+        TypeError, ValueError: see errors.check_tensor; counts out of range (of num_blocks only on
+            the CPU: on a GPU no value is read on the host; nb above max_blocks counts as that).
     """
     check_tensor("scores", scores, ["heads", "rows", "max_blocks"], torch.float32)
     heads, rows, max_blocks = scores.shape
@@ -53,7 +59,11 @@ def block_topk(
     check_int("topk", topk, 1)
     if topk < init_blocks + local_blocks:
         raise ValueError(expect("topk", f">= {init_blocks + local_blocks} kept blocks", topk))
-    if rows and (int(num_blocks.min()) < 0 or int(num_blocks.max()) > max_blocks):
+    if (
+        rows
+        and on_host(num_blocks)
+        and (int(num_blocks.min()) < 0 or int(num_blocks.max()) > max_blocks)
+    ):
         raise ValueError(
             expect(
                 "num_blocks",
@@ -63,6 +73,6 @@ def block_topk(
         )
     if out is not None:
         check_output(out, [heads, rows, topk], torch.int32, scores.device)
-    run = choose("block_topk", backend, _IMPLEMENTATIONS)
-    ids = run(scores, num_blocks, topk, init_blocks, local_blocks)
-    return ids if out is None else out.copy_(ids)
+    run = choose("block_topk", backend, _IMPLEMENTATIONS, scores.device)
+    ids = run(scores, num_blocks, topk, init_blocks, local_blocks, out=out)
+    return ids if out is None or ids is out else out.copy_(ids)

@@ -12,19 +12,19 @@ import torch
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_query, give
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, triton_run
 from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
 
 
-def _reference(q, main_cache, block_table, cu_seqlens_q, seq_lens, sm_scale):
+def _reference(q, main_cache, block_table, cu_seqlens_q, seq_lens, sm_scale, out=None):
     rows = prefill_rows(cu_seqlens_q, seq_lens, q.shape[0])
     slots = int(rows.num_blocks.max()) if q.shape[0] else 0
     ids = torch.arange(slots, device=q.device).expand(1, q.shape[0], slots)
     return attend(q, main_cache, ids, block_table, rows, sm_scale)
 
 
-_IMPLEMENTATIONS = {"reference": _reference}
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("dense_attention")}
 
 
 def dense_attention(
@@ -48,6 +48,6 @@ def dense_attention(
     check_cu_seqlens(cu_seqlens_q, seq_lens, q.shape[0])
     if out is not None:
         check_output(out, list(q.shape), q.dtype, q.device)
-    run = choose("dense_attention", backend, _IMPLEMENTATIONS)
-    result, lse = run(q, main_cache, block_table, cu_seqlens_q, seq_lens, sm_scale)
+    run = choose("dense_attention", backend, _IMPLEMENTATIONS, q.device)
+    result, lse = run(q, main_cache, block_table, cu_seqlens_q, seq_lens, sm_scale, out=out)
     return give(out, q, result, lse, return_lse)

@@ -14,16 +14,16 @@ from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
 from rocm_msa.ops.attention_checks import check_index_query
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, triton_run
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
 
-def _reference(index_q, index_cache, block_table, seq_lens, rows_per_request):
+def _reference(index_q, index_cache, block_table, seq_lens, rows_per_request, out=None):
     rows = decode_rows(seq_lens, rows_per_request)
     return reference_scores.block_scores(index_q, index_cache, block_table, rows)
 
 
-_IMPLEMENTATIONS = {"reference": _reference}
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("index_score_decode")}
 
 
 def index_score_decode(
@@ -55,6 +55,6 @@ def index_score_decode(
     if out is not None:
         shape = [index_q.shape[1], index_q.shape[0], block_table.shape[1]]
         check_output(out, shape, torch.float32, index_q.device)
-    run = choose("index_score_decode", backend, _IMPLEMENTATIONS)
-    scores = run(index_q, index_cache, block_table, seq_lens, rows_per_request)
-    return scores if out is None else out.copy_(scores)
+    run = choose("index_score_decode", backend, _IMPLEMENTATIONS, index_q.device)
+    scores = run(index_q, index_cache, block_table, seq_lens, rows_per_request, out=out)
+    return scores if out is None or scores is out else out.copy_(scores)

@@ -13,16 +13,16 @@ from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
 from rocm_msa.ops.attention_checks import check_index_query
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, triton_run
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
 
 
-def _reference(index_q, index_cache, block_table, cu_seqlens_q, seq_lens):
+def _reference(index_q, index_cache, block_table, cu_seqlens_q, seq_lens, out=None):
     rows = prefill_rows(cu_seqlens_q, seq_lens, index_q.shape[0])
     return reference_scores.block_scores(index_q, index_cache, block_table, rows)
 
 
-_IMPLEMENTATIONS = {"reference": _reference}
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("index_score_prefill")}
 
 
 def index_score_prefill(
@@ -54,6 +54,6 @@ def index_score_prefill(
     if out is not None:
         shape = [index_q.shape[1], index_q.shape[0], block_table.shape[1]]
         check_output(out, shape, torch.float32, index_q.device)
-    run = choose("index_score_prefill", backend, _IMPLEMENTATIONS)
-    scores = run(index_q, index_cache, block_table, cu_seqlens_q, seq_lens)
-    return scores if out is None else out.copy_(scores)
+    run = choose("index_score_prefill", backend, _IMPLEMENTATIONS, index_q.device)
+    scores = run(index_q, index_cache, block_table, cu_seqlens_q, seq_lens, out=out)
+    return scores if out is None or scores is out else out.copy_(scores)

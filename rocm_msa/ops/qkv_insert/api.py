@@ -19,13 +19,13 @@ import torch
 
 from rocm_msa.cache.paged import IndexCache, MainCache, PagedCache
 from rocm_msa.errors import check_int, check_tensor, expect
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, on_host, triton_run
 from rocm_msa.ops.qkv_insert import reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int64, torch.int32)
 
-_IMPLEMENTATIONS = {"reference": reference.run}
+_IMPLEMENTATIONS = {"reference": reference.run, "triton": triton_run("qkv_insert")}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def qkv_insert(
 
     Raises:
         TypeError, ValueError: see errors.check_tensor; a position outside of cos_sin; a slot
-            outside of the cache, or twice. Nothing is written then.
+            outside of the cache, or twice. Nothing is written then. On a GPU positions and slots
+            are not read on the host: the Triton kernel ignores slots outside of the cache and takes
+            a position outside of the table as its nearest end.
     """
     if not isinstance(heads, Heads):
         raise TypeError(expect("heads", "a Heads", type(heads).__name__))
@@ -118,13 +120,16 @@ def qkv_insert(
     _check_weight("norms.q", norms.q, heads, device)
     _check_weight("norms.k", norms.k, heads, device)
     _check_cache("main_cache", main_cache, MainCache, heads.kv, heads.head_dim, device)
-    main_cache.check_slots("main_slots", main_slots, tokens)
+    _check_slots("main_slots", main_slots, main_cache, tokens)
     if heads.index:
         _check_weight("norms.index_q", norms.index_q, heads, device)
         _check_weight("norms.index_k", norms.index_k, heads, device)
         _check_cache("index_cache", index_cache, IndexCache, 1, heads.head_dim, device)
-        index_cache.check_slots("index_slots", index_slots, tokens)
-    if tokens and not 0 <= int(positions.min()) <= int(positions.max()) < cos_sin.shape[0]:
+        _check_slots("index_slots", index_slots, index_cache, tokens)
+    inside = not (tokens and on_host(positions)) or (
+        0 <= int(positions.min()) <= int(positions.max()) < cos_sin.shape[0]
+    )
+    if not inside:
         raise ValueError(
             expect(
                 "positions",
@@ -132,7 +137,7 @@ def qkv_insert(
                 f"{int(positions.min())}..{int(positions.max())}",
             )
         )
-    run = choose("qkv_insert", backend, _IMPLEMENTATIONS)
+    run = choose("qkv_insert", backend, _IMPLEMENTATIONS, device)
     return run(
         qkv, norms, cos_sin, positions, main_cache, index_cache, main_slots, index_slots, heads
     )
@@ -152,3 +157,10 @@ def _check_cache(
         raise ValueError(expect(f"{name} (kv_heads, head_dim)", (kv_heads, head_dim), got))
     if cache.pages.device != device:
         raise ValueError(expect(f"{name}.pages.device", f"{device}, as qkv", cache.pages.device))
+
+
+def _check_slots(name: str, slots: torch.Tensor, cache: PagedCache, tokens: int) -> None:
+    if on_host(slots):
+        cache.check_slots(name, slots, tokens)
+    else:
+        check_tensor(name, slots, [tokens], INTS, device=cache.pages.device)

@@ -14,17 +14,19 @@ import torch
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_block_ids, check_query, give
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, triton_run
 from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
 
-def _reference(q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale):
+def _reference(
+    q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=None
+):
     rows = decode_rows(seq_lens, rows_per_request)
     return attend(q, main_cache, block_ids, block_table, rows, sm_scale)
 
 
-_IMPLEMENTATIONS = {"reference": _reference}
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("sparse_decode")}
 
 
 def sparse_decode(
@@ -62,6 +64,8 @@ def sparse_decode(
     check_decode_rows("q", q, requests, rows_per_request)
     if out is not None:
         check_output(out, list(q.shape), q.dtype, q.device)
-    run = choose("sparse_decode", backend, _IMPLEMENTATIONS)
-    result, lse = run(q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale)
+    run = choose("sparse_decode", backend, _IMPLEMENTATIONS, q.device)
+    result, lse = run(
+        q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=out
+    )
     return give(out, q, result, lse, return_lse)

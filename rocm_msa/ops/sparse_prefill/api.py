@@ -12,17 +12,17 @@ import torch
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_block_ids, check_query, give
-from rocm_msa.ops.dispatch import choose
+from rocm_msa.ops.dispatch import choose, triton_run
 from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
 
 
-def _reference(q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale):
+def _reference(q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale, out=None):
     rows = prefill_rows(cu_seqlens_q, seq_lens, q.shape[0])
     return attend(q, main_cache, block_ids, block_table, rows, sm_scale)
 
 
-_IMPLEMENTATIONS = {"reference": _reference}
+_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("sparse_prefill")}
 
 
 def sparse_prefill(
@@ -60,6 +60,8 @@ def sparse_prefill(
     check_cu_seqlens(cu_seqlens_q, seq_lens, q.shape[0])
     if out is not None:
         check_output(out, list(q.shape), q.dtype, q.device)
-    run = choose("sparse_prefill", backend, _IMPLEMENTATIONS)
-    result, lse = run(q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale)
+    run = choose("sparse_prefill", backend, _IMPLEMENTATIONS, q.device)
+    result, lse = run(
+        q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale, out=out
+    )
     return give(out, q, result, lse, return_lse)

@@ -1,0 +1,21 @@
+"""sparse_decode in Triton, see rocm_msa/ops/triton_attention.py."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_msa.ops.sparse_decode.plan import select
+from rocm_msa.ops.triton_attention import attend
+
+
+def run(
+    q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out in q's dtype, lse); see api.py."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    t = select(block_ids.shape[-1])
+    lse = attend(
+        q, main_cache, block_ids, block_table, seq_lens, rows_per_request, float(sm_scale), out,
+        unit=t.unit, tile=t.tile, warps=t.warps,
+    )  # fmt: skip
+    return out, lse

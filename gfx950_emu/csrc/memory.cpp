@@ -67,7 +67,7 @@ u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write) {
 
 namespace {
 
-void apply(Wave& w, const DeferredStore& s) {
+void apply(Machine& m, const DeferredStore& s) {
   const u8* data = s.data.data();
   bool changed = false;
   for (u64 x = s.lanes; x; x &= x - 1) {
@@ -76,7 +76,7 @@ void apply(Wave& w, const DeferredStore& s) {
     changed |= memcmp(to, data + l * s.bytes, s.bytes) != 0;
     memcpy(to, data + l * s.bytes, s.bytes);
   }
-  if (changed) w.machine->progress++;
+  if (changed) m.progress++;
 }
 
 void range_of(const DeferredStore& s, u64& lo, u64& hi) {
@@ -101,7 +101,7 @@ void apply(Wave& w, const DeferredDma& d) {
 
 void drain_vm(Wave& w, u64 upto) {
   size_t n = 0;
-  while (n < w.stores.size() && w.stores[n].seq <= upto) apply(w, w.stores[n++]);
+  while (n < w.stores.size() && w.stores[n].seq <= upto) apply(*w.machine, w.stores[n++]);
   if (n) w.stores.erase(w.stores.begin(), w.stores.begin() + n);
   n = 0;
   while (n < w.dmas.size() && w.dmas[n].seq <= upto) apply(w, w.dmas[n++]);
@@ -122,33 +122,41 @@ void drain_overlap(Wave& w, const u64* addr, u64 lanes, u32 bytes) {
     if (a < hi && lo < b) upto = s.seq;
   }
   size_t n = 0;
-  while (n < w.stores.size() && w.stores[n].seq <= upto) apply(w, w.stores[n++]);
+  while (n < w.stores.size() && w.stores[n].seq <= upto) apply(*w.machine, w.stores[n++]);
   w.stores.erase(w.stores.begin(), w.stores.begin() + n);
 }
 
 // A write buffer empties by itself, in any order that keeps overlapping stores in sequence.
-void drain_some(Wave& w) {
-  Machine& m = *w.machine;
+void drain_some(Machine& m, std::vector<DeferredStore>& stores) {
   std::vector<std::pair<u64, u64>> kept;
   size_t out = 0;
-  for (size_t n = 0; n < w.stores.size(); n++) {
-    DeferredStore& s = w.stores[n];
+  for (size_t n = 0; n < stores.size(); n++) {
+    DeferredStore& s = stores[n];
     u64 lo, hi;
     range_of(s, lo, hi);
     bool hold = (m.rng.next() & 1) && m.quantum - s.born < 64;
     for (auto& k : kept) hold |= lo < k.second && k.first < hi;
     if (hold) {
       kept.push_back({lo, hi});
-      if (out != n) w.stores[out] = std::move(s);
+      if (out != n) stores[out] = std::move(s);
       out++;
     } else {
-      apply(w, s);
+      apply(m, s);
     }
   }
-  w.stores.resize(out);
+  stores.resize(out);
 }
 
+void drain_orphans(Machine& m, Launch& l) {
+  for (auto& s : l.orphans) apply(m, s);
+  l.orphans.clear();
+}
+
+// The end of a wave does not wait for its stores.
 void drain_all(Wave& w) {
+  auto& o = w.launch->orphans;
+  for (auto& s : w.stores) o.push_back(std::move(s));
+  w.stores.clear();
   drain_vm(w, ~0ull);
   w.ds_open.clear();
 }

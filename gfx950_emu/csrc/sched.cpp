@@ -106,6 +106,7 @@ struct Scheduler {
     memset(w.sundef, 0xff, sizeof w.sundef);
     memset(w.tag, 0, sizeof w.tag);
     w.mode = d.mode, w.pc = d.entry, w.priority = d.priority;
+    w.order = m.rng.next() | 1ull << 63;
     u32 threads = threads_of(l), first = k * kLanes;
     u32 live = std::min<u32>(kLanes, threads - first);
     write_scalar64(w, kExecLo, live == 64 ? ~0ull : (1ull << live) - 1);
@@ -212,6 +213,7 @@ struct Scheduler {
     Cu& c = cus[l.d.rank][g.cu];
     c.waves -= share(l), c.lds -= l.d.lds_bytes, c.wgs--;
     l.live_wg--, l.done_wg++;
+    if (l.finished()) drain_orphans(m, l);
     m.progress++;
     for (auto& r : resident)
       if (r.get() == &g) {
@@ -302,9 +304,11 @@ struct Scheduler {
       m.clock += 1 + 4 * n / std::min<size_t>(std::max<size_t>(ready.size(), 1), 1024);
       bool only_spun = w.spun - spun == n;
       w.spin_run = only_spun ? w.spin_run + 1 : 0;
-      w.order = only_spun ? 0 : m.rng.next();
+      w.order = only_spun ? m.rng.next() >> 16 : m.rng.next() | 1ull << 63;
       if (m.progress != before) since_useful = 0;
-      if (!w.stores.empty()) drain_some(w);
+      if (!w.stores.empty()) drain_some(m, w.stores);
+      for (auto& l : m.launches)
+        if (!l->orphans.empty()) drain_some(m, l->orphans);
       if (w.status == Status::Ready) {
         next = k + 1;
         if (next >= ready.size()) next = 0;

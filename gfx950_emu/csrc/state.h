@@ -171,6 +171,7 @@ struct Launch {
   u32 next_wg = 0, total_wg = 0, live_wg = 0, done_wg = 0, wg_per_cu = 0;
   std::vector<u64> counts;
   Counters c{};
+  std::vector<DeferredStore> orphans;  // stores of waves that have ended
   std::vector<u64> lines_read, lines_written;  // bitmaps over the machine's regions
   bool finished() const { return done_wg == total_wg; }
 };
@@ -266,7 +267,8 @@ bool sgpr_undef(Wave&, const Operand&);
 u64 next_vm(Wave&);
 void drain_vm(Wave&, u64 upto);
 void drain_all(Wave&);
-void drain_some(Wave&);
+void drain_some(Machine&, std::vector<DeferredStore>&);
+void drain_orphans(Machine&, Launch&);
 void wait_counters(Wave&, u32 vm, u32 lgkm);
 void set_tag(Wave&, int reg, int count, int cls, u64 seq);
 

@@ -276,6 +276,11 @@ def modifiers(f: Fields, words: list[str]) -> None:
             f.omod = 3
         elif name == "bitop3":
             f.imm = number(value)
+        elif name == "op_sel" and f.op.family == VALU:
+            f.op_sel = bit_list(value)
+            count = value.count(",") + 1
+            if count == sum(o.kind != 0 for o in f.src) + 1 < 4:  # the last one is the result's
+                f.op_sel = f.op_sel & ~(1 << count - 1) | (f.op_sel >> count - 1) << 3
         elif name in ("op_sel", "op_sel_hi", "neg_lo", "neg_hi"):
             setattr(f, name, bit_list(value))
         elif name == "neg":

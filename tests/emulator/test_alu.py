@@ -47,7 +47,10 @@ def run(instruction: str, inputs: list[np.ndarray], out_dwords: int = 1, before:
         body.append(f"v_mov_b32 v{20 + k}, 0")
     body.append("s_waitcnt lgkmcnt(0)")
     for k in range(len(rows)):
-        body += [f"v_add_u32 v2, {k * padded * 4:#x}, v1", f"global_load_dword v{4 + k}, v2, s[4:5]"]
+        body += [
+            f"v_add_u32 v2, {k * padded * 4:#x}, v1",
+            f"global_load_dword v{4 + k}, v2, s[4:5]",
+        ]
     body += ["s_waitcnt vmcnt(0)", before, instruction]
     for k in range(out_dwords):
         body += [f"v_add_u32 v2, {k * padded * 4:#x}, v1",
@@ -215,7 +218,9 @@ def f(x):
 
 
 def fma32(a, b, c):
-    return np.array([float_fma(x, y, z) for x, y, z in zip(f(a), f(b), f(c), strict=True)], np.float32)
+    return np.array(
+        [float_fma(x, y, z) for x, y, z in zip(f(a), f(b), f(c), strict=True)], np.float32
+    )
 
 
 def float_fma(a, b, c):
@@ -253,7 +258,10 @@ def num(pick):
 
     def of(a, b):
         x, y = f(a), f(b)
-        key_x, key_y = (x.astype(np.float64), ~np.signbit(x)), (y.astype(np.float64), ~np.signbit(y))
+        key_x, key_y = (
+            (x.astype(np.float64), ~np.signbit(x)),
+            (y.astype(np.float64), ~np.signbit(y)),
+        )
         less = (key_x[0] < key_y[0]) | ((key_x[0] == key_y[0]) & (key_x[1] < key_y[1]))
         r = np.where(less == (pick == "min"), x, y)
         return np.where(np.isnan(x), y, np.where(np.isnan(y), x, r)).astype(np.float32)
@@ -387,7 +395,9 @@ def test_packed_f16_and_op_sel(name):
     got = run(f"{name} v20, v4, v5", [x, y])[0]
     same_floats((got & 0xFFFF).astype(np.uint16).view(np.float16), low_)
     same_floats((got >> 16).astype(np.uint16).view(np.float16), high)
-    got = run(f"{name} v20, v4, v5 op_sel:[1,0] op_sel_hi:[0,0] neg_lo:[0,1] neg_hi:[1,1]", [x, y])[0]
+    got = run(f"{name} v20, v4, v5 op_sel:[1,0] op_sel_hi:[0,0] neg_lo:[0,1] neg_hi:[1,1]", [x, y])[
+        0
+    ]
     with np.errstate(all="ignore"):
         low_ = PACKED[name](b, b ^ 0x8000)
         high = PACKED[name](a ^ 0x8000, b ^ 0x8000)
@@ -439,12 +449,20 @@ def test_64_bit_shifts_and_sums():
     np.testing.assert_array_equal(np.ascontiguousarray(out.T).view(np.uint64)[:, 0], want)
     a, b = grid(U32, 2)
     out = run("v_mad_u64_u32 v[20:21], vcc, v4, v5, v[4:5]", [a, b], 2)
-    want = [(int(p) * int(q) + (int(q) << 32 | int(p))) & (2**64 - 1) for p, q in zip(a, b, strict=True)]
+    want = [
+        (int(p) * int(q) + (int(q) << 32 | int(p))) & (2**64 - 1) for p, q in zip(a, b, strict=True)
+    ]
     np.testing.assert_array_equal(np.ascontiguousarray(out.T).view(np.uint64)[:, 0],
                                   np.array(want, np.uint64))  # fmt: skip
 
 
-COMPARE = {"lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+COMPARE = {
+    "lt": np.less,
+    "eq": np.equal,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 
 
 @pytest.mark.parametrize("kind", ["f32", "i32", "u32"])
@@ -456,7 +474,9 @@ def test_compare(name, kind):
     text = f"v_cmp_{name}_{kind} vcc, v4, v5\nv_cndmask_b32 v20, 0, 1, vcc"
     np.testing.assert_array_equal(run(text, [a, b])[0], want)
     if kind == "f32":
-        text = f"v_cmp_n{name if name != 'eq' else 'eq'}_f32 vcc, v4, v5\nv_cndmask_b32 v20, 0, 1, vcc"
+        text = (
+            f"v_cmp_n{name if name != 'eq' else 'eq'}_f32 vcc, v4, v5\nv_cndmask_b32 v20, 0, 1, vcc"
+        )
         np.testing.assert_array_equal(run(text, [a, b])[0], 1 - want)
 
 

@@ -117,7 +117,9 @@ def test_fp4():
         same_floats(got[1].view(np.float32), (FP4[codes >> 4] * 4).astype(np.float32))
 
 
-@pytest.mark.parametrize("kind,dtype", [("fp6", ml_dtypes.float6_e2m3fn), ("bf6", ml_dtypes.float6_e3m2fn)])
+@pytest.mark.parametrize(
+    "kind,dtype", [("fp6", ml_dtypes.float6_e2m3fn), ("bf6", ml_dtypes.float6_e3m2fn)]
+)
 def test_fp6_round_trip(kind, dtype):
     codes = RNG.integers(0, 64, (32, 64)).astype(np.uint32)
     bits = sum(codes[n].astype(object) << 6 * n for n in range(32))
@@ -149,22 +151,31 @@ def test_16_bit_formats():
         got = run(f"{name} v20, v4, v4", [WORDS])[0].astype(np.uint16).view(np.float16)[finite]
         exact = VALUES[finite].astype(np.float64)
         assert (np.abs(got.astype(np.float64)) <= np.abs(exact)).all()
-        step = np.nextafter(got, np.copysign(np.float16(np.inf), exact.astype(np.float32)).astype(np.float16))
+        step = np.nextafter(
+            got, np.copysign(np.float16(np.inf), exact.astype(np.float32)).astype(np.float16)
+        )
         assert (np.abs(step.astype(np.float64)) > np.abs(exact)).all(), mode
     every = np.arange(65536, dtype=np.uint32)
     same_floats(run("v_cvt_f32_f16 v20, v4", [every])[0].view(np.float32),
                 every.astype(np.uint16).view(np.float16).astype(np.float32))  # fmt: skip
-    same_floats(run("v_cvt_f32_bf16 v20, v4", [every])[0].view(np.float32), (every << 16).view(np.float32))
+    same_floats(
+        run("v_cvt_f32_bf16 v20, v4", [every])[0].view(np.float32), (every << 16).view(np.float32)
+    )
 
 
 def test_integers_and_floats():
     x = VALUES.astype(np.float64)
     clean = np.nan_to_num(x, nan=0.0)
     got = run("v_cvt_i32_f32 v20, v4", [WORDS])[0]
-    np.testing.assert_array_equal(got, low(np.trunc(np.clip(clean, -(2**31), 2**31 - 1)).astype(np.int64)))
+    np.testing.assert_array_equal(
+        got, low(np.trunc(np.clip(clean, -(2**31), 2**31 - 1)).astype(np.int64))
+    )
     got = run("v_cvt_u32_f32 v20, v4", [WORDS])[0]
     np.testing.assert_array_equal(got, low(np.trunc(np.clip(clean, 0, 2**32 - 1)).astype(np.int64)))
-    same_floats(run("v_cvt_f32_i32 v20, v4", [WORDS])[0].view(np.float32), WORDS.view(np.int32).astype(np.float32))
+    same_floats(
+        run("v_cvt_f32_i32 v20, v4", [WORDS])[0].view(np.float32),
+        WORDS.view(np.int32).astype(np.float32),
+    )
     same_floats(run("v_cvt_f32_u32 v20, v4", [WORDS])[0].view(np.float32), WORDS.astype(np.float32))
     for k in range(4):
         same_floats(run(f"v_cvt_f32_ubyte{k} v20, v4", [WORDS])[0].view(np.float32),
@@ -173,7 +184,9 @@ def test_integers_and_floats():
     same_floats(out[2].view(np.float32), VALUES)
     h = F16.astype(np.uint16).view(np.float16).astype(np.float32)
     got = run("v_cvt_i16_f16 v20, v4", [F16])[0].astype(np.uint16).view(np.int16)
-    np.testing.assert_array_equal(got, np.trunc(np.clip(np.nan_to_num(h, nan=0), -32768, 32767)).astype(np.int16))
+    np.testing.assert_array_equal(
+        got, np.trunc(np.clip(np.nan_to_num(h, nan=0), -32768, 32767)).astype(np.int16)
+    )
 
 
 def test_stochastic_rounding_is_fair():

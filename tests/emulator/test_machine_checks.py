@@ -50,17 +50,24 @@ def test_overwritten_before_its_wait():
 
 
 def test_partial_waits_are_counted():
-    body = START + """
+    body = (
+        START
+        + """
     global_load_dword v2, v1, s[4:5]
     global_load_dword v3, v1, s[4:5]
     s_waitcnt vmcnt(1)
     v_add_u32 v2, 0, v2
     """
+    )
     assert go(body + STORE)[0].ok
-    assert kinds(go(body + "v_add_u32 v2, v2, v3\n" + STORE)[0]) == {"register read before its wait"}
+    assert kinds(go(body + "v_add_u32 v2, v2, v3\n" + STORE)[0]) == {
+        "register read before its wait"
+    }
 
 
-LDS = LOAD + """
+LDS = (
+    LOAD
+    + """
 v_mov_b32 v3, v1
 ds_write_b32 v3, v2
 {wait}
@@ -68,7 +75,9 @@ ds_write_b32 v3, v2
 v_xor_b32 v4, 0x100, v1
 ds_read_b32 v2, v4
 s_waitcnt lgkmcnt(0)
-""" + STORE
+"""
+    + STORE
+)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule("random", 3, (1, 5)),
@@ -112,7 +121,9 @@ def test_read_only_buffer():
 
 def test_uninitialised_registers():
     assert kinds(go(START + "v_add_u32 v2, v9, v1\n" + STORE)[0]) == {"uninitialised value stored"}
-    assert kinds(go(LOAD + "v_add_u32 v1, v9, v1\n" + STORE)[0]) >= {"uninitialised value in an address"}
+    assert kinds(go(LOAD + "v_add_u32 v1, v9, v1\n" + STORE)[0]) >= {
+        "uninitialised value in an address"
+    }
     branch = LOAD + "s_cmp_eq_u32 s40, 0\ns_cbranch_scc1 1\ns_nop 0\n" + STORE
     assert kinds(go(branch)[0]) == {"branch on an uninitialised value"}
     assert go(branch, checks=Checks.ALL & ~Checks.UNINIT)[0].ok
@@ -156,30 +167,39 @@ def test_stores_are_late():
     assert wrong[True] == 0 and wrong[False] > 0
 
 
-DMA = START + """
+DMA = (
+    START
+    + """
 s_mov_b32 m0, 0
 global_load_lds_dword v1, s[4:5]
 {wait}
 ds_read_b32 v2, v1
 s_waitcnt lgkmcnt(0)
-""" + STORE
+"""
+    + STORE
+)
 
 
 def test_lds_dma():
     report, a, b = go(DMA.format(wait="s_waitcnt vmcnt(0)"), 64, 1024)
     assert report.ok, report.findings
     np.testing.assert_array_equal(a, b)
-    assert "LDS read before the LDS DMA was waited for" in kinds(go(DMA.format(wait=""), 64, 1024)[0])
+    assert "LDS read before the LDS DMA was waited for" in kinds(
+        go(DMA.format(wait=""), 64, 1024)[0]
+    )
 
 
 def test_barrier_divergence():
-    body = LOAD + """
+    body = (
+        LOAD
+        + """
     v_readfirstlane_b32 s8, v0
     s_cmp_eq_u32 s8, 0
     s_cbranch_scc1 1
     s_endpgm
     s_barrier
     """
+    )
     report, _, _ = go(body + STORE)
     assert "barrier divergence" in kinds(report)
 

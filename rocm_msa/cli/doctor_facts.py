@@ -37,7 +37,7 @@ LLD_PATHS = ("/opt/rocm/llvm/bin/ld.lld", "/opt/rocm/lib/llvm/bin/ld.lld")
 class OpPath:
     """Backends that an op has, in order of preference.
 
-    missing: the preferred ones before the first, which the op does not have.
+    missing: the preferred ones before the first: the op does not have them, or they need a GPU.
     error: why the op does not import; None when it does.
     """
 
@@ -104,7 +104,7 @@ def gather() -> Facts:
             if name.startswith(("VLLM_", "OMP_", "ROCM_MSA_"))
         },
         lld=shutil.which("ld.lld") or next((p for p in LLD_PATHS if os.access(p, os.X_OK)), None),
-        ops=tuple(_op(name) for name in OPS),
+        ops=tuple(_op(name, kind) for name in OPS),
     )
 
 
@@ -133,13 +133,14 @@ def _load(point: importlib.metadata.EntryPoint) -> str | None:
     return None
 
 
-def _op(name: str) -> OpPath:
+def _op(name: str, kind: str) -> OpPath:
     try:
         implementations = importlib.import_module(f"rocm_msa.ops.{name}.api")._IMPLEMENTATIONS
         order = importlib.import_module("rocm_msa.ops.dispatch").BACKENDS
     except Exception as error:
         return OpPath(name, error=_reason(error))
-    backends = tuple(backend for backend in order if backend in implementations)
+    here = [b for b in order if b != "triton" or kind != "cpu"]  # as dispatch.choose
+    backends = tuple(backend for backend in here if backend in implementations)
     return OpPath(name, backends, order[: order.index(backends[0])] if backends else order)
 
 

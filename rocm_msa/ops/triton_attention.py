@@ -2,8 +2,8 @@
 
 A program owns one (row, KV head, unit): `unit` slots of the row's block list, all query heads of
 the KV head. It goes through its slots in their order with a running maximum; with more than one
-unit the partial results are merged in the order of the units, so a row's result depends on its list and
-on the unit size, never on the batch. The unit size is a constant of the case, see plan.py.
+unit the partial results are merged in the order of the units, so a row's result depends on its list
+and on the unit size, never on the batch. The unit size is a constant of the case, see plan.py.
 
 Ids outside of the causal blocks, and table entries that name no page of the cache, count as nothing
 (the reference raises for the latter). Rows without a key give zeros and lse = -inf.

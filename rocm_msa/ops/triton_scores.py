@@ -118,10 +118,10 @@ def score(
     tile: int,
     warps: int,
     fast: bool = True,
-    hopper_tile: int = 32,
+    hopper_tile: int = 16,
     registers: int | None = None,
     hopper_pairs: int = 64,
-    hopper_depth: int = 2,
+    hopper_depth: int | None = None,
 ) -> None:
     """Launch.
 
@@ -133,7 +133,7 @@ def score(
         tile: tokens a step.
         fast: whether the Hopper kernel may be taken where it applies.
         hopper_tile, registers: see triton_attention.attend.
-        hopper_depth: tiles that it loads ahead, 1 or 2.
+        hopper_depth: tiles that it loads ahead, 1 or 2; None for the faster on an H200.
         hopper_pairs: pairs a program of the Hopper prefill kernel, 16, 32 or 64.
     """
     rows, heads, dim = index_q.shape
@@ -169,7 +169,8 @@ def score(
             index_q, index_q.stride(0), index_q.stride(1), *pages, *table, lengths,
             rows_per_request or 1, rows, scale(cache, "k"), out, *out.stride(),
             HEADS=heads, K_SCALES=g.k_scales, RUN=run, TILE=hopper_tile if decode else 16,
-            DECODE=decode, M=pairs, DEPTH=hopper_depth, num_warps=1, maxnreg=registers,
+            DECODE=decode, M=pairs, DEPTH=hopper_depth or (1 if decode else 2),
+            num_warps=1, maxnreg=registers,
         )  # fmt: skip
         return
     if decode:

@@ -265,3 +265,21 @@ def test_insert_differs_from_the_reference_in_last_bits_only(record_property):
     assert differ < 1e-2 and bytes_differ < 1e-2
     error = (ours[0].float() - theirs[0].float()).abs()
     assert (error <= 2.0**-7 * theirs[0].float().abs() + 1e-6).all()
+
+
+def test_after_the_warm_up_nothing_is_compiled():
+    from rocm_msa.ops.triton_warmup import Config, compiled, warmup
+
+    main, index = pools(700, "nvfp4")
+    heads = ops.Heads(q=16, kv=1, index=1, head_dim=DIM, rotary_dim=64)
+    config = Config(heads, torch.bfloat16, 240, decode=((1, 4), (3, 4)), prefill=(64,))
+    pages = main.pages.clone()
+    warmup(config, main, index)
+    assert torch.equal(main.pages, pages)
+    held = compiled()
+    q, index_q, table, lens = batch([30000, 0, 129], 4, 700)
+    wide = torch.full((3, 240), -1, dtype=torch.int32, device="cuda")
+    wide[:, : table.shape[1]] = table
+    chain(q, index_q, index, main, wide, lens, 4)
+    chain(q[:4], index_q[:4], index, main, wide[:1], lens[:1], 4)
+    assert compiled() == held and warmup(config, main, index) == 0

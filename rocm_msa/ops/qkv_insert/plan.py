@@ -14,4 +14,6 @@ class Tuning:
 
 
 def select(tokens: int) -> Tuning:
-    return Tuning(4, 1) if tokens < 512 else Tuning(16, 4)
+    if tokens < 512:
+        return Tuning(4, 1)
+    return Tuning(16, 8) if tokens <= 4096 else Tuning(16, 4)

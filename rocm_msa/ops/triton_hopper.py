@@ -135,6 +135,14 @@ def k_layout(tile: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.constexpr_function
+def k_load_layout(tile: int) -> gl.DistributedLinearLayout:
+    """The same with the four words of a lane as one dimension: `[tile tokens, j 4, w 4]`."""
+    regs = [[0, 0, 1], [0, 0, 2], *_tokens(8, tile, 3)]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, 4])
+
+
+@gluon.constexpr_function
 def v_layout(tile: int) -> gl.DistributedLinearLayout:
     """Words of V, of every second token: `[tile / 2, g 8, w 2]`."""
     regs = [[0, 0, 1], *_tokens(4, tile // 2, 3)]
@@ -164,16 +172,14 @@ def query_tile(q_ptr, row_stride, head_stride, rows, heads, live, M: gl.constexp
 @gluon.jit
 def load_k(k_words, k_scales, TILE: gl.constexpr):
     """Data words and scale bytes of TILE tokens from their first token on."""
-    L: gl.constexpr = k_layout(TILE)
-    L3: gl.constexpr = gl.SliceLayout(3, L)
-    L2: gl.constexpr = gl.SliceLayout(2, L3)
+    L: gl.constexpr = k_load_layout(TILE)
+    L2: gl.constexpr = gl.SliceLayout(2, L)
     t = gl.arange(0, TILE, gl.SliceLayout(1, L2))
     j = gl.arange(0, 4, gl.SliceLayout(0, L2))
-    w1 = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L3)))
-    w0 = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    at2 = t[:, None] * 16 + j[None, :] * 4
-    at3 = at2[:, :, None] + w1[None, None, :] * 2
-    words = gl.load(k_words + (at3[:, :, :, None] + w0[None, None, None, :]))
+    w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    at = t[:, None] * 16 + j[None, :] * 4
+    words = gl.load(k_words + (at[:, :, None] + w[None, None, :]))  # 16 bytes a lane
+    words = gl.convert_layout(words.reshape([TILE, 4, 2, 2]), k_layout(TILE), assert_trivial=True)
     return words, gl.load(k_scales + (t[:, None] * 4 + j[None, :]))
 
 

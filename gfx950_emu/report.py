@@ -93,6 +93,13 @@ def detail_of(kind: int, address: int, aux: int) -> str:
         return f"{address} of {aux} waves had ended"
     if kind == 16:
         return f"{address} workgroups wait while {aux} are resident"
+    if kind == 17:
+        why = {
+            1: "the writer's L2 was not written back (buffer_wbl2, or sc1 on the store)",
+            2: "this CU's L1 may hold the line from before the store (buffer_inv, or sc1 on the load)",
+            3: "this XCD's L2 may hold the line from before the store (buffer_inv sc1)",
+        }[aux]
+        return f"address {address:#x}: {why}"
     return f"address {address:#x}" if address else ""
 
 

@@ -77,6 +77,7 @@ void apply(Machine& m, const DeferredStore& s) {
     memcpy(to, data + l * s.bytes, s.bytes);
   }
   if (changed) m.progress++;
+  scope_write(m, s.who, s.addr, s.lanes, s.bytes);
 }
 
 void range_of(const DeferredStore& s, u64& lo, u64& hi) {
@@ -103,6 +104,10 @@ void drain_vm(Wave& w, u64 upto) {
   size_t n = 0;
   while (n < w.stores.size() && w.stores[n].seq <= upto) apply(*w.machine, w.stores[n++]);
   if (n) w.stores.erase(w.stores.begin(), w.stores.begin() + n);
+  n = 0;
+  for (; n < w.write_backs.size() && w.write_backs[n].seq <= upto; n++)
+    scope_write_back(w, w.write_backs[n].level, w.write_backs[n].issued);
+  if (n) w.write_backs.erase(w.write_backs.begin(), w.write_backs.begin() + n);
   n = 0;
   while (n < w.dmas.size() && w.dmas[n].seq <= upto) apply(w, w.dmas[n++]);
   if (n) w.dmas.erase(w.dmas.begin(), w.dmas.begin() + n);
@@ -152,11 +157,13 @@ void drain_orphans(Machine& m, Launch& l) {
   l.orphans.clear();
 }
 
-// The end of a wave does not wait for its stores.
+// The end of a wave does not wait for its stores; write-backs that it did not wait for count for
+// nothing until the launch ends.
 void drain_all(Wave& w) {
   auto& o = w.launch->orphans;
   for (auto& s : w.stores) o.push_back(std::move(s));
   w.stores.clear();
+  w.write_backs.clear();
   drain_vm(w, ~0ull);
   w.ds_open.clear();
 }
@@ -165,7 +172,7 @@ void wait_counters(Wave& w, u32 vm, u32 lgkm) {
   if (vm != 255) {
     if (w.vm_issued - w.vm_done > vm) w.vm_done = w.vm_issued - vm;
     if (vm == 0) w.flat_vm = w.flat_issued;
-    if (!w.stores.empty() || !w.dmas.empty()) drain_vm(w, w.vm_done);
+    if (!w.stores.empty() || !w.dmas.empty() || !w.write_backs.empty()) drain_vm(w, w.vm_done);
   }
   if (lgkm != 255) {
     if (w.ds_issued - w.ds_done > lgkm) w.ds_done = w.ds_issued - lgkm;

@@ -69,6 +69,7 @@ struct Scheduler {
     else g = std::make_unique<Workgroup>();
     const LaunchDesc& d = l.d;
     u32 n = l.next_wg++;
+    if (n == 0) scope_launch(m, d.rank);
     g->index = n, g->cu = cu, g->launch = &l, g->epoch = 1, g->at_barrier = g->done = 0;
     g->id[0] = n % d.grid[0], g->id[1] = n / d.grid[0] % d.grid[1];
     g->id[2] = n / d.grid[0] / d.grid[1];

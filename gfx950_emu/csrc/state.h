@@ -38,13 +38,23 @@ struct Machine;
 
 using Handler = void (*)(Wave&, const Inst&);
 
+struct Writer {  // who made a store, and how far it was written through
+  u32 rank = 0, cu = 0, launch = 0, level = 0;
+};
+
 struct DeferredStore {  // a global store that memory does not see yet
   u64 seq;
   u64 addr[kLanes];
   u64 lanes;
   u32 bytes;  // a lane
   u32 born;   // quantum
+  Writer who;
   std::vector<u8> data;
+};
+
+struct WriteBack {  // a buffer_wbl2 that no wait covers yet
+  u64 seq, issued;
+  u32 level;
 };
 
 struct DeferredDma {  // LDS DMA on its way
@@ -87,6 +97,7 @@ struct Wave {
   std::vector<DeferredStore> stores;
   std::vector<DeferredDma> dmas;
   std::vector<OutstandingDs> ds_open;
+  std::vector<WriteBack> write_backs;
 
   Status status = Status::Ready;
   u32 id = 0;       // in the workgroup
@@ -181,6 +192,7 @@ struct Region {
   u32 perms;  // 1 read, 2 write
   u32 id;
   u64 line0;  // first bit in the line bitmaps
+  u64 page0 = 0;  // first page in scope.cpp
 };
 
 struct Finding {  // mirrors report.py
@@ -234,7 +246,10 @@ struct Rng {  // splitmix64
   u64 below(u64 n) { return n ? next() % n : 0; }
 };
 
+struct Scopes;
+
 struct Machine {
+  std::shared_ptr<Scopes> scopes;
   DeviceModel device{};
   ScheduleDesc schedule{};
   u32 checks = 0;
@@ -271,6 +286,14 @@ void drain_some(Machine&, std::vector<DeferredStore>&);
 void drain_orphans(Machine&, Launch&);
 void wait_counters(Wave&, u32 vm, u32 lgkm);
 void set_tag(Wave&, int reg, int count, int cls, u64 seq);
+
+// scope.cpp
+void scope_write(Machine&, const Writer&, const u64* addr, u64 lanes, u32 bytes);
+void scope_read(Wave&, const u64* addr, u64 lanes, u32 bytes, u32 flags);
+u64 scope_now(Machine&);
+void scope_write_back(Wave&, u32 level, u64 issued);
+void scope_invalidate(Wave&, u32 flags);
+void scope_launch(Machine&, u32 rank);
 
 enum TagClass { TC_VM = 0, TC_DS = 1, TC_SMEM = 2, TC_FLAT = 3 };
 

@@ -123,8 +123,6 @@ void finish_load(Wave& w, const Inst& i, u64 lanes, bool flat) {
   }
 }
 
-u32 lds_address(Wave& w, u64 flat) { return (u32)flat; }
-
 // LDS or scratch behind a flat address; null when out of bounds.
 u8* local(Wave& w, u64 a, int lane, u32 bytes, bool write) {
   u32 off = (u32)a;
@@ -136,7 +134,7 @@ u8* local(Wave& w, u64 a, int lane, u32 bytes, bool write) {
     }
     if (write) memset(&w.wg->lds_def[off], 1, bytes);
     u32 addr[kLanes];
-    addr[lane] = lds_address(w, a);
+    addr[lane] = off;
     mark_lds(w, addr, 1ull << lane, bytes, write, w.pc - 1);
     return &lds[off];
   }
@@ -163,6 +161,7 @@ u64 split_local(const Address& r) {
 void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form) {
   drain_overlap(w, r.a, lanes, bytes);
   lanes = usable_lanes(w, r.a, lanes, bytes, false);
+  scope_read(w, r.a, lanes, bytes, i.flags);
   w.launch->c.global_read_bytes += (u64)bytes * __builtin_popcountll(lanes);
   int reg = i.dst[0].reg;
   if (form == DF_DWORDS) {
@@ -180,6 +179,11 @@ void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, 
   }
 }
 
+Writer writer(Wave& w, u32 flags) {
+  u32 level = flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0;
+  return {w.launch->d.rank, w.wg->cu, w.launch->id, level};
+}
+
 void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form, int reg,
                  u64 seq) {
   Machine& m = *w.machine;
@@ -188,6 +192,7 @@ void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes,
   w.launch->c.global_write_bytes += (u64)bytes * __builtin_popcountll(lanes);
   DeferredStore s;
   s.seq = seq, s.lanes = lanes, s.bytes = bytes, s.born = m.quantum;
+  s.who = writer(w, i.flags);
   s.data.resize((size_t)bytes * kLanes);
   memcpy(s.addr, r.a, sizeof s.addr);
   for (u64 x = lanes; x; x &= x - 1) {
@@ -215,6 +220,7 @@ void dma(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form fo
   if ((m.checks & C_UNINIT) && w.sundef[kM0]) report(w, FK_UNINIT_ADDRESS, 0, 0);
   drain_overlap(w, r.a, lanes, bytes);
   u64 good = usable_lanes(w, r.a, lanes, bytes, false);
+  scope_read(w, r.a, good, bytes, i.flags);
   w.launch->c.dma_bytes += (u64)bytes * __builtin_popcountll(good);
   for (u64 x = good; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
@@ -305,6 +311,7 @@ void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw
       }
     }
   lanes = usable_lanes(w, r.a, lanes, bytes, true);
+  scope_write(m, writer(w, F_SC0 | F_SC1), r.a, lanes, bytes);  // done where all can see it
   w.launch->c.atomic_bytes += (u64)bytes * __builtin_popcountll(lanes);
   int data = i.src[3].reg, n = bytes / 4;
   for (u64 x = lanes; x; x &= x - 1) {
@@ -395,10 +402,19 @@ void h_buffer_atomic(Wave& w, const Inst& i) {
   else next_vm(w);
 }
 
-void h_cache(Wave& w, const Inst&) { next_vm(w); }
-Reg r_wbl2("buffer_wbl2", FAM_MUBUF, "", h_cache, P_CUSTOM);
-Reg r_inv("buffer_inv", FAM_MUBUF, "", h_cache, P_CUSTOM);
-Reg r_wbinv("buffer_wbinvl1", FAM_MUBUF, "", h_cache, P_CUSTOM);
+void h_wbl2(Wave& w, const Inst& i) {
+  u32 level = i.flags & F_SC1 ? (i.flags & F_SC0 ? 2 : 1) : 0;
+  u64 seq = next_vm(w);
+  if (!level) return;
+  drain_vm(w, seq - 1);  // the wave's own stores are ahead of it
+  w.write_backs.push_back({seq, scope_now(*w.machine), level});
+}
+void h_inv(Wave& w, const Inst& i) {
+  next_vm(w);
+  scope_invalidate(w, i.flags);
+}
+Reg r_wbl2("buffer_wbl2", FAM_MUBUF, "", h_wbl2, P_CUSTOM);
+Reg r_inv("buffer_inv", FAM_MUBUF, "", h_inv, P_CUSTOM);
 
 void h_scratch_load(Wave& w, const Inst& i) {
   u32 bytes = extra_bytes(i);

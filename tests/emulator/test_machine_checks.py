@@ -322,3 +322,57 @@ def test_streams_and_replay():
     for n in (1, 2, 3):
         assert machine.run().ok
         assert (a == 3 * n).all()
+
+
+HAND_OFF = """
+s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_mov_b32 v1, 0
+v_mov_b32 v2, 1
+s_mov_b64 exec, 1
+s_cmp_eq_u32 s2, 0
+s_waitcnt lgkmcnt(0)
+global_load_dword v6, v1, s[4:5]
+s_waitcnt vmcnt(0)
+s_cbranch_scc0 reader
+v_mov_b32 v3, 42
+global_store_dword v1, v3, s[4:5]
+s_waitcnt vmcnt(0)
+{release}
+global_store_dword v1, v2, s[4:5] offset:256 sc1
+s_endpgm
+reader:
+global_load_dword v4, v1, s[4:5] offset:256 sc1
+s_waitcnt vmcnt(0)
+v_readfirstlane_b32 s8, v4
+s_cmp_eq_u32 s8, 1
+s_cbranch_scc0 reader
+{acquire}
+global_load_dword v5, v1, s[4:5]
+s_waitcnt vmcnt(0)
+global_store_dword v1, v5, s[6:7]
+"""
+RELEASE, ACQUIRE = "buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc1"
+
+
+@pytest.mark.parametrize(
+    "release,acquire,text",
+    [
+        (RELEASE, ACQUIRE, None),
+        ("", ACQUIRE, "not written back"),
+        ("buffer_wbl2 sc1", ACQUIRE, "not written back"),
+        (RELEASE, "", "L1 may hold"),
+        (RELEASE, "buffer_inv sc0", "L2 may hold"),
+    ],
+)
+def test_scopes_of_a_hand_off(release, acquire, text):
+    """Two workgroups lie on two XCDs; the data is plain, the flag at agent scope."""
+    code = kernel(HAND_OFF.format(release=release, acquire=acquire))
+    details = set()
+    for seed in range(10):
+        a, b = np.zeros(128, np.uint32), np.zeros(16, np.uint32)
+        report = launch(code, "k", 2, 64, [a, b], schedule=Schedule("random", seed, (1, 30)))
+        assert report.status == "finished"
+        details |= {f.detail for f in report.findings if f.kind == "stale cache"}
+        if text is None:
+            assert report.ok, report.findings
+    assert text is None or any(text in d for d in details), details

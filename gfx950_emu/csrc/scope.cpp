@@ -1,0 +1,165 @@
+// Stale caches: which global stores a load is sure to see.
+//
+// Memory always holds the newest bytes; this file knows where they would still be hidden on the
+// device. A store lies in its XCD's L2 until it was written through (sc1: agent, sc0 sc1: system),
+// until a buffer_wbl2 of that XCD, or until its launch ends. A plain load may hit a line of its
+// CU's L1 or XCD's L2 that was fetched before the store; loads with sc1 go past both within a
+// rank, with sc0 sc1 everywhere. buffer_inv forgets: L1 always, L2 with sc1. Caches are direct
+// mapped, of the device's sizes. A load that may miss another CU's store is a finding.
+#include "vmem.h"
+
+namespace emu {
+namespace {
+
+constexpr u32 kL1Lines = 256, kL2Lines = 32768, kPageWords = 1024;
+
+struct Line {
+  u64 line = 0, time = 0;
+};
+struct Cache {
+  u64 invalidated = 0;
+  std::vector<Line> lines;
+  // Time at which the line was fetched, 0 when it is absent.
+  u64 fetched(u64 line) const {
+    const Line& l = lines[line % lines.size()];
+    return l.line == line && l.time > invalidated ? l.time : 0;
+  }
+  void fetch(u64 line, u64 now, bool anew) {
+    Line& l = lines[line % lines.size()];
+    if (!anew && l.line == line && l.time > invalidated) return;
+    l.line = line, l.time = now;
+  }
+};
+struct Written {  // the last store to four bytes
+  u64 time = 0;
+  u32 launch = 0;
+  u16 cu = 0;
+  u8 rank = 0, level = 0;  // written through to 1: the agent, 2: the system
+};
+
+}  // namespace
+
+struct Scopes {
+  u64 now = 1;
+  std::vector<std::unique_ptr<Written[]>> pages;
+  std::map<u32, std::vector<Cache>> l1, l2;  // by rank
+  std::map<u32, std::vector<u64>> back[3];   // by rank and XCD: time of the last write-back
+};
+
+namespace {
+
+Scopes& scopes(Machine& m) {
+  if (!m.scopes) {
+    m.scopes = std::make_shared<Scopes>();
+    u64 pages = 0;
+    for (auto& r : m.regions) r.page0 = pages, pages += ((r.base + r.size) >> 12) - (r.base >> 12) + 1;
+    m.scopes->pages.resize(pages);
+  }
+  return *m.scopes;
+}
+void need_rank(Machine& m, Scopes& s, u32 rank) {
+  if (!s.l1[rank].empty()) return;
+  s.l1[rank].resize(m.device.xcds * m.device.cus_per_xcd);
+  s.l2[rank].resize(m.device.xcds);
+  for (auto& c : s.l2[rank]) c.lines.resize(kL2Lines);
+  for (auto& b : s.back) b[rank].resize(m.device.xcds);
+}
+
+u32 level_of(u32 flags) { return flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0; }
+
+}  // namespace
+
+void scope_write(Machine& m, const Writer& who, const u64* addr, u64 lanes, u32 bytes) {
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  u64 now = ++s.now;
+  for (u64 x = lanes; x; x &= x - 1) {
+    u64 a = addr[__builtin_ctzll(x)];
+    const Region* r = m.find(a, bytes);
+    if (!r) continue;
+    for (u64 word = a >> 2; word <= (a + bytes - 1) >> 2; word++) {
+      auto& page = s.pages[r->page0 + (word >> 10) - (r->base >> 12)];
+      if (!page) page.reset(new Written[kPageWords]);
+      page[word & (kPageWords - 1)] = {now, who.launch, (u16)who.cu, (u8)who.rank, (u8)who.level};
+    }
+  }
+}
+
+void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 flags) {
+  Machine& m = *w.machine;
+  if (!(m.checks & C_SCOPE) || !lanes) return;
+  Scopes& s = scopes(m);
+  u32 rank = w.launch->d.rank, cu = w.wg->cu, xcds = m.device.xcds, xcd = cu % xcds;
+  need_rank(m, s, rank);
+  Cache &l1 = s.l1[rank][cu], &l2 = s.l2[rank][xcd];
+  if (l1.lines.empty()) l1.lines.resize(kL1Lines);
+  u32 level = level_of(flags);
+  u64 now = ++s.now, previous = ~0ull;
+  for (u64 x = lanes; x; x &= x - 1) {
+    int lane = __builtin_ctzll(x);
+    u64 a = addr[lane], line = a >> 7;
+    const Region* r = m.find(a, bytes);
+    if (!r) continue;
+    for (u64 word = a >> 2; word <= (a + bytes - 1) >> 2; word++) {
+      auto& page = s.pages[r->page0 + (word >> 10) - (r->base >> 12)];
+      if (!page) {
+        word |= kPageWords - 1;
+        continue;
+      }
+      const Written& e = page[word & (kPageWords - 1)];
+      if (!e.time || (e.rank == rank && e.cu == cu)) continue;
+      u32 needed = e.rank != rank ? 2 : e.cu % xcds != xcd ? 1 : 0;
+      if (needed) {
+        bool out = e.level >= needed || m.launches[e.launch]->finished();
+        for (u32 k = needed; !out && k < 3; k++) {
+          auto& back = s.back[k][e.rank];
+          out = !back.empty() && back[e.cu % xcds] >= e.time;
+        }
+        if (!out) {
+          report(w, FK_STALE, lane, a, 1);
+          continue;
+        }
+      }
+      u64 kept = l1.fetched(line);
+      if (level == 0 && kept && kept < e.time) report(w, FK_STALE, lane, a, 2);
+      kept = l2.fetched(line);
+      if (needed && level < needed && kept && kept < e.time) report(w, FK_STALE, lane, a, 3);
+    }
+    if (line != previous) {
+      if (level == 0) l1.fetch(line, now, false);
+      l2.fetch(line, now, level > 0);
+      previous = line;
+    }
+  }
+}
+
+// A write-back counts from its issue, but only once it was waited for (memory.cpp).
+u64 scope_now(Machine& m) { return m.checks & C_SCOPE ? ++scopes(m).now : 0; }
+void scope_write_back(Wave& w, u32 level, u64 issued) {
+  Machine& m = *w.machine;
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  need_rank(m, s, w.launch->d.rank);
+  u64& t = s.back[level][w.launch->d.rank][w.wg->cu % m.device.xcds];
+  t = std::max(t, issued);
+}
+void scope_invalidate(Wave& w, u32 flags) {
+  Machine& m = *w.machine;
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  need_rank(m, s, w.launch->d.rank);
+  u64 now = ++s.now;
+  s.l1[w.launch->d.rank][w.wg->cu].invalidated = now;
+  if (flags & F_SC1) s.l2[w.launch->d.rank][w.wg->cu % m.device.xcds].invalidated = now;
+}
+// A launch begins with clean caches of its rank.
+void scope_launch(Machine& m, u32 rank) {
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  need_rank(m, s, rank);
+  u64 now = ++s.now;
+  for (auto& c : s.l1[rank]) c.invalidated = now;
+  for (auto& c : s.l2[rank]) c.invalidated = now;
+}
+
+}  // namespace emu

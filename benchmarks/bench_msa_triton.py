@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="decode,score,prefill,insert,shared")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--commit", default=_commit(), help="to name in the report")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_msa_triton: no GPU here, nothing measured")
@@ -52,7 +53,7 @@ def main() -> None:
     from benchmarks import roofline
 
     facts = {
-        "commit": _commit(),
+        "commit": options.commit,
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": __import__("triton").__version__,

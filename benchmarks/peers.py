@@ -73,14 +73,13 @@ def dequantize_kernel(
     page = tl.load(table + (row // rows_per_request) * table_row + block).to(tl.int64)
     base = pages + page * block_stride
     token = tl.arange(0, 128)
-    i = tl.arange(0, D // 2)
-    to = out + item.to(tl.int64) * (256 * D) + token[:, None] * (2 * D) + 2 * i[None, :]
-    for side in tl.static_range(2):
-        data: tl.constexpr = V_DATA if side else 0
-        scales: tl.constexpr = V_SCALES if side else K_SCALES
-        a, b = load_half_pages(base, token, token < 128, data, scales, D, 0, tl.float32)
-        tl.store(to + side * D, a.to(tl.float8e4nv))
-        tl.store(to + side * D + 1, b.to(tl.float8e4nv))
+    i = tl.arange(0, D)
+    to = out + item.to(tl.int64) * (256 * D) + token[:, None] * (2 * D) + i[None, :]
+    every = token < 128
+    a, b = load_half_pages(base, token, every, 0, K_SCALES, D, 0, tl.float32)
+    tl.store(to, tl.reshape(tl.join(a, b), (128, D)).to(tl.float8e4nv))
+    a, b = load_half_pages(base, token, every, V_DATA, V_SCALES, D, 0, tl.float32)
+    tl.store(to + D, tl.reshape(tl.join(a, b), (128, D)).to(tl.float8e4nv))
 
 
 def dequantize_blocks(cache, block_ids, table, rows_per_request, out) -> None:

@@ -41,6 +41,7 @@ def copies_for(bytes_a_call: int, most: int = 256) -> int:
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Time:
     """Capture all `calls` in one graph and time its replays."""
+    torch.cuda.synchronize()  # the inputs are made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:

@@ -55,10 +55,24 @@ INST_DTYPE = np.dtype(
         *((name, "<u4") for name in ("target", "pc", "extra", "imm")),
         *(
             (name, "u1")
-            for name in (
-                "omod op_sel op_sel_hi neg_lo neg_hi cbsz abid blgp dpp dpp_arg row_mask "
-                "bank_mask dst_sel dst_unused wait_vm wait_lgkm"
-            ).split()
+            for name in [
+                "omod",
+                "op_sel",
+                "op_sel_hi",
+                "neg_lo",
+                "neg_hi",
+                "cbsz",
+                "abid",
+                "blgp",
+                "dpp",
+                "dpp_arg",
+                "row_mask",
+                "bank_mask",
+                "dst_sel",
+                "dst_unused",
+                "wait_vm",
+                "wait_lgkm",
+            ]
         ),
     ]
 )
@@ -182,8 +196,8 @@ class Fields:
     def pack(self) -> bytes:
         dst = [*self.dst, NONE, NONE][:2]
         return b"".join(o.pack() for o in (*dst, *self.src)) + TAIL.pack(
-            self.op.number, self.flags, self.offset, self.offset1, self.target, self.pc, 0, self.imm,
-            self.omod, self.op_sel, self.op_sel_hi, self.neg_lo, self.neg_hi, self.cbsz, self.abid,
+            self.op.number, self.flags, self.offset, self.offset1, self.target, self.pc, 0,
+            self.imm, self.omod, self.op_sel, self.op_sel_hi, self.neg_lo, self.neg_hi, self.cbsz, self.abid,
             self.blgp, self.dpp, self.dpp_arg, self.row_mask, self.bank_mask, self.dst_sel,
             self.dst_unused, self.wait_vm, self.wait_lgkm,
         )  # fmt: skip
@@ -465,9 +479,9 @@ def check(f: Fields, mnemonic: str) -> None:
             raise OperandError("address registers do not fit offen and idxen")
     if op.name == "ds_swizzle_b32":
         f.imm, f.offset = f.offset, 0
-    if op.family in (VALU, VOP3P) and not f.flags & (F_DPP | F_SDWA):
-        if not any(o.mods or o.sel != ops.SEL_DWORD for o in f.src):
-            f.flags |= F_PLAIN
+    altered = f.flags & (F_DPP | F_SDWA) or any(o.mods or o.sel != ops.SEL_DWORD for o in f.src)
+    if op.family in (VALU, VOP3P) and not altered:
+        f.flags |= F_PLAIN
 
 
 def check_mfma(f: Fields) -> None:
@@ -536,8 +550,7 @@ def mark_spin_loops(found: list[Fields], index: dict[int, int]) -> None:
         polls = any(
             b.op.name == "s_sleep"
             or (b.op.family in (FLAT, MUBUF) and b.flags & F_COHERENT and b.dst)
-            or b.op.family == SMEM
-            and "load" in b.op.name
+            or (b.op.family == SMEM and "load" in b.op.name)
             for b in body
         )
         works = any(
@@ -563,7 +576,8 @@ def decode(instructions, accum_offset: int, kernel: str = "?") -> np.ndarray:
             f = parse(instruction.text, instruction.pc, accum_offset)
         except (OperandError, KeyError, ValueError, IndexError) as error:
             raise DecodeError(
-                f"kernel {kernel}, pc {instruction.pc:#x}: {instruction.text}: not supported: {error}"
+                f"kernel {kernel}, pc {instruction.pc:#x}: {instruction.text}: not supported: "
+                f"{error}"
             ) from error
         index[instruction.pc] = len(found)
         found.append(f)
@@ -571,7 +585,8 @@ def decode(instructions, accum_offset: int, kernel: str = "?") -> np.ndarray:
         if f.branch is not None:
             if f.branch not in index:
                 raise DecodeError(
-                    f"kernel {kernel}, pc {f.pc:#x}: branch to {f.branch:#x}, where no instruction is"
+                    f"kernel {kernel}, pc {f.pc:#x}: branch to {f.branch:#x}, where no "
+                    "instruction is"
                 )
             f.target = index[f.branch]
     mark_spin_loops(found, index)

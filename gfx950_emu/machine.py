@@ -102,7 +102,8 @@ class _Launch(ctypes.Structure):
         ("kernarg", ctypes.c_uint64),
         ("dispatch_packet", ctypes.c_uint64),
         *((n, ctypes.c_uint32) for n in
-          ("code", "rank", "entry", "lds_bytes", "scratch_bytes", "vgprs", "sgprs", "accum_offset")),
+          ("code", "rank", "entry", "lds_bytes", "scratch_bytes", "vgprs", "sgprs",
+           "accum_offset")),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         *((n, ctypes.c_uint32) for n in

@@ -44,11 +44,26 @@ class FindingStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-COUNTER_NAMES = (
-    "lds_read_bytes lds_write_bytes lds_accesses lds_conflict_cycles lds_cycles "
-    "global_read_bytes global_write_bytes atomic_bytes smem_bytes dma_bytes read_lines write_lines "
-    "waves workgroups barriers spin executed max_resident_workgroups"
-).split()
+COUNTER_NAMES = [
+    "lds_read_bytes",
+    "lds_write_bytes",
+    "lds_accesses",
+    "lds_conflict_cycles",
+    "lds_cycles",
+    "global_read_bytes",
+    "global_write_bytes",
+    "atomic_bytes",
+    "smem_bytes",
+    "dma_bytes",
+    "read_lines",
+    "write_lines",
+    "waves",
+    "workgroups",
+    "barriers",
+    "spin",
+    "executed",
+    "max_resident_workgroups",
+]
 
 
 class CounterStruct(ctypes.Structure):
@@ -96,7 +111,7 @@ def detail_of(kind: int, address: int, aux: int) -> str:
     if kind == 17:
         why = {
             1: "the writer's L2 was not written back (buffer_wbl2, or sc1 on the store)",
-            2: "this CU's L1 may hold the line from before the store (buffer_inv, or sc1 on the load)",
+            2: "this CU's L1 may hold the line from before the store (buffer_inv; sc1 on the load)",
             3: "this XCD's L2 may hold the line from before the store (buffer_inv sc1)",
         }[aux]
         return f"address {address:#x}: {why}"
@@ -105,7 +120,7 @@ def detail_of(kind: int, address: int, aux: int) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Issue cycles of one wave-instruction on its pipe. A model, from public numbers, no measurement."""
+    """Issue cycles of one wave-instruction on its pipe: a model from public numbers."""
 
     valu: int = 4
     salu: int = 4

@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=1024)
 def assemble(body: str) -> bytes:
-    """Machine code of `body`. An error in it ends the process: LLVM's C interface has no other way."""
+    """Machine code of `body`. An error in it ends the process: LLVM has no other way."""
     lib = library()
     target, error, buffer = pointer(), ctypes.c_char_p(), pointer()
     assert not lib.LLVMGetTargetFromTriple(TRIPLE, ctypes.byref(target), ctypes.byref(error))

@@ -1,4 +1,4 @@
-"""Vector ALU instructions against NumPy: each opcode on edge values, every pair or triple of them."""
+"""Vector ALU instructions against NumPy: each opcode on edge values, all pairs or triples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ F64 = np.array(
 
 def run(instruction: str, inputs: list[np.ndarray], out_dwords: int = 1, before: str = "",
         vgprs: int = 64, **settings) -> np.ndarray:  # fmt: skip
-    """[out_dwords, n]: `instruction` reads v4, v5, ... (a dword an input row) and writes v20, ..."""
+    """[out_dwords, n]: `instruction` reads v4, ... (a dword an input row), writes v20, ..."""
     rows = np.concatenate([np.atleast_2d(r) for r in inputs]).astype(np.uint32)
     n = rows.shape[1]
     padded = -(-n // 64) * 64
@@ -162,7 +162,8 @@ INTEGER = {
     "v_mul_i32_i24": (2, lambda a, b: low(i24(a) * i24(b))),
     "v_mul_hi_i32_i24": (2, lambda a, b: low(i24(a) * i24(b) >> 32)),
     "v_mul_u32_u24": (2, lambda a, b: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF))),
-    "v_mul_hi_u32_u24": (2, lambda a, b: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF) >> np.uint64(32))),
+    "v_mul_hi_u32_u24": (2, lambda a, b: low(u64(a & 0xFFFFFF) * u64(b & 0xFFFFFF)
+                                               >> np.uint64(32))),
     "v_mul_lo_u32": (2, lambda a, b: a * b),
     "v_mul_hi_u32": (2, lambda a, b: low(u64(a) * u64(b) >> np.uint64(32))),
     "v_mul_hi_i32": (2, lambda a, b: low(i64(a) * i64(b) >> 32)),
@@ -198,7 +199,8 @@ INTEGER = {
     "v_sad_hi_u8": (3, each(lambda a, b, c: (sad(a, b, 0, 8) << 16) + c)),
     "v_msad_u8": (3, each(lambda a, b, c: c + sum(abs((a >> k & 255) - (b >> k & 255))
                                                   for k in (0, 8, 16, 24) if b >> k & 255))),
-    "v_lerp_u8": (3, each(lambda a, b, c: sum((((a >> k & 255) + (b >> k & 255) + (c >> k & 1)) >> 1)
+    "v_lerp_u8": (3, each(lambda a, b, c: sum((((a >> k & 255) + (b >> k & 255)
+                                                + (c >> k & 1)) >> 1)
                                               << k for k in (0, 8, 16, 24)))),
 }  # fmt: skip
 
@@ -235,7 +237,7 @@ def float_fma(a, b, c):
     return round_fraction(exact)
 
 
-def round_fraction(x, mantissa=23, low_exponent=-126, high=float(np.finfo(np.float32).max)):
+def round_fraction(x, mantissa=23, low_exponent=-126, high=3.4028234663852886e38):
     """The nearest f32, ties to even."""
     import math
 
@@ -529,7 +531,10 @@ def test_dpp(control, bound):
 
 def test_sdwa_selects():
     a, b = grid(U32, 2)
-    text = "v_add_u32_sdwa v20, sext(v4), v5 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_2 src1_sel:WORD_1"
+    text = (
+        "v_add_u32_sdwa v20, sext(v4), v5 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE "
+        "src0_sel:BYTE_2 src1_sel:WORD_1"
+    )
     got = run(text, [a, b], before="v_mov_b32 v20, 0x1234")[0]
     byte = (a >> 16 & 0xFF).astype(np.uint8).view(np.int8).astype(np.int64)
     total = (byte + (b >> 16)) & 0xFFFF

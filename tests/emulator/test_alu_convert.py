@@ -13,8 +13,8 @@ BITS = np.concatenate([F32, RNG.integers(0, 2**32, 1000, np.uint32).astype(np.ui
 # Near the formats' ranges, where rounding, denormals and overflow happen.
 NEAR = (RNG.standard_normal(4000) * np.exp2(RNG.integers(-20, 20, 4000))).astype(np.float32)
 TIES = np.arange(-520, 520, dtype=np.float32) / 16
-VALUES = np.concatenate([BITS.view(np.float32), NEAR, TIES, np.float32([448, 464, 465, 480, 57344, 61440,
-                                                                       61441, 65504, 65520, 1e-9])])  # fmt: skip
+EDGES = np.float32([448, 464, 465, 480, 57344, 61440, 61441, 65504, 65520, 1e-9])
+VALUES = np.concatenate([BITS.view(np.float32), NEAR, TIES, EDGES])
 WORDS = VALUES.view(np.uint32)
 FP8 = {"fp8": ml_dtypes.float8_e4m3fn, "bf8": ml_dtypes.float8_e5m2}
 HIGHEST = {"fp8": 448.0, "bf8": 57344.0}

@@ -44,7 +44,8 @@ def test_dropped_wait(drop):
 
 
 def test_overwritten_before_its_wait():
-    report, _, _ = go(START + "global_load_dword v2, v1, s[4:5]\nv_mov_b32 v2, 1\ns_waitcnt vmcnt(0)\n"
+    report, _, _ = go(START + "global_load_dword v2, v1, s[4:5]\nv_mov_b32 v2, 1\n"
+                      "s_waitcnt vmcnt(0)\n"
                       + STORE)  # fmt: skip
     assert kinds(report) == {"register overwritten before its wait"}
 
@@ -94,7 +95,7 @@ def test_lds_race(schedule):
 
 
 def test_lds_bounds_and_uninitialised_lds():
-    report, _, _ = go(LOAD + "v_mov_b32 v3, 0x3fc\nv_add_u32 v3, v3, v1\nds_write_b32 v3, v2\n" + STORE,
+    report, _, _ = go(LOAD + "v_add_u32 v3, 0x3fc, v1\nds_write_b32 v3, v2\n" + STORE,
                       lds=1024)  # fmt: skip
     assert "LDS access out of bounds" in kinds(report)
     report, _, _ = go(LOAD + "ds_read_b32 v2, v1\ns_waitcnt lgkmcnt(0)\n" + STORE, lds=1024)

@@ -1,4 +1,4 @@
-"""Compiled Triton and FlyDSL kernels give PyTorch's results under many schedules, with no finding."""
+"""Compiled Triton and FlyDSL kernels give PyTorch's results under many schedules, no finding."""
 
 from __future__ import annotations
 

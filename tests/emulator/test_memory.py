@@ -22,8 +22,8 @@ s_mov_b32 s15, 0x27000
 def go(body: str, a: np.ndarray, out: np.ndarray, lds: int = 0, lanes: int = 64, scratch: int = 0,
        checks: Checks = Checks.ALL):  # fmt: skip
     start = START.replace("s_mov_b32 s12, s4\ns_waitcnt", "s_waitcnt", 1)
-    report = launch(kernel(start + body, lds=lds, scratch=scratch, vgprs=64), "k", 1, lanes, [a, out],
-                    checks=checks)  # fmt: skip
+    code = kernel(start + body, lds=lds, scratch=scratch, vgprs=64)
+    report = launch(code, "k", 1, lanes, [a, out], checks=checks)
     report.raise_for_findings()
     return report
 
@@ -178,15 +178,15 @@ def test_buffer_bounds():
 def test_buffer_index_and_soffset():
     a, out = rng(64), np.zeros(64, np.uint32)
     go("""
-    s_or_b32 s13, s5, 0x40000
+    s_and_b32 s13, s5, 0xffff
+    s_or_b32 s13, s13, 0x40000
     s_mov_b32 s14, 60
     s_mov_b32 s20, 8
     v_lshlrev_b32 v1, 2, v0
     buffer_load_dword v4, v0, s[12:15], s20 idxen
     s_waitcnt vmcnt(0)
     global_store_dword v1, v4, s[6:7]
-    """.replace("s_or_b32 s13, s5, 0x40000", "s_and_b32 s13, s5, 0xffff\ns_or_b32 s13, s13, 0x40000"),
-       a, out)  # fmt: skip
+    """, a, out)  # fmt: skip
     want = np.zeros(64, np.uint32)
     want[:60] = a[2:62]
     np.testing.assert_array_equal(out, want)

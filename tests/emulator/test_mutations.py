@@ -23,7 +23,7 @@ _NOTHING_CACHED = (
 _READ_AGAIN = "harmless: where the first look finds no flag, the loop's own scoped load decides"
 SURVIVORS: dict[str, dict[str, str]] = {
     "flydsl_allreduce_flags_4": {
-        "dropped s_waitcnt vmcnt(0) at 0x94": "harmless: vmcnt(0) at 0xac precedes the flag's store",
+        "dropped s_waitcnt vmcnt(0) at 0x94": "harmless: vmcnt(0) at 0xac precedes the store",
         "sc0 cleared in global_load_dword v4, v[0:1], off sc0 sc1 at 0xec": _READ_AGAIN,
         "sc1 cleared in global_load_dword v4, v[0:1], off sc0 sc1 at 0xec": _READ_AGAIN,
         "dropped buffer_inv sc0 sc1 at 0x128": _NOTHING_CACHED,

@@ -238,11 +238,11 @@ def config_hook(previous: type | None) -> type:
 
 
 def _disable_graphs(vllm_config: Any) -> None:
-    """The reference ops read lengths on the host: no graph can hold them."""
+    """The reference ops read lengths on the host, and no other has been captured inside vLLM."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if vllm_config.device_config.device_type != "cpu":
-        logger.info("rocm-msa: graph capture is off, the reference ops are not graph-safe")
+        logger.info("rocm-msa: graph capture is off")
     compilation.mode = CompilationMode.NONE
     compilation.cudagraph_mode = CUDAGraphMode.NONE

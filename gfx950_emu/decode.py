@@ -197,7 +197,8 @@ class Fields:
         dst = [*self.dst, NONE, NONE][:2]
         return b"".join(o.pack() for o in (*dst, *self.src)) + TAIL.pack(
             self.op.number, self.flags, self.offset, self.offset1, self.target, self.pc, 0,
-            self.imm, self.omod, self.op_sel, self.op_sel_hi, self.neg_lo, self.neg_hi, self.cbsz, self.abid,
+            self.imm, self.omod,
+            self.op_sel, self.op_sel_hi, self.neg_lo, self.neg_hi, self.cbsz, self.abid,
             self.blgp, self.dpp, self.dpp_arg, self.row_mask, self.bank_mask, self.dst_sel,
             self.dst_unused, self.wait_vm, self.wait_lgkm,
         )  # fmt: skip

@@ -108,7 +108,8 @@ OP_F(v_cubetc_f32, F3, 3, cube_tc(a, b, c))
 OP_U2(v_ldexp_f32, "df32 sf32 sb32", bits(ldexp_(f32(a), (i32)b)))
 OP_U1(v_frexp_exp_i32_f32, "db32 sf32", (u32)frexp_exp(f32(a)))
 
-// Division: the scale, the fix-up, and the multiply-add that undoes the scale.
+// Division: the scale, the fix-up, and the multiply-add that undoes the scale. (The CDNA document
+// says 2^32 for the last one; 2^64 or 2^-64, as in RDNA 4's, is what fits v_div_scale.)
 struct DivF32 {
   using T = float;
   static constexpr int kScale = 64, kMax = 96, kTiny = 23, kUnder = -150, kInf = 255;
@@ -131,13 +132,11 @@ typename P::T div_scale(typename P::T s0, typename P::T s1, typename P::T s2, bo
     return s0 == s1 ? scaled(P::kScale) : s0;
   }
   if (denormal(s1)) return scaled(P::kScale);
-  T rcp = (T)(1.0 / s1), quot = s2 / s1;
-  bool rcp_small = sizeof(T) == 4 ? exponent(s1) >= 253 : denormal((double)rcp);
-  if (rcp_small && denormal(quot)) {
-    vcc = true;
-    return s0 == s1 ? scaled(P::kScale) : s0;
-  }
-  if (rcp_small) return scaled(-P::kScale);
+  // The pseudo-code would scale a large denominator up when quotient and reciprocal are both
+  // denormal, which overflows: here that case scales the numerator, as for a denormal quotient.
+  T quot = s2 / s1;
+  bool rcp_small = denormal((T)(1.0 / s1));
+  if (rcp_small && !denormal(quot)) return scaled(-P::kScale);
   if (denormal(quot)) {
     vcc = true;
     return s0 == s2 ? scaled(P::kScale) : s0;
@@ -189,8 +188,8 @@ void h_div_fmas32(Wave& w, const Inst& i) {
   u64 vcc = w.vcc();
   int lane = 0;
   lanesf(w, i, 3, [&](float a, float b, float c) {
-    float r = fma_(a, b, c);
-    return (vcc >> lane++ & 1) ? (float)std::ldexp(r, 32) : r;
+    if (!(vcc >> lane++ & 1)) return fma_(a, b, c);
+    return (float)std::ldexp(fma_odd(a, b, c), exponent(c) > 127 ? 64 : -64);  // rounded once
   });
 }
 Reg r_div_fmas32("v_div_fmas_f32", FAM_VALU, F3, h_div_fmas32);
@@ -199,7 +198,7 @@ void h_div_fmas64(Wave& w, const Inst& i) {
   int lane = 0;
   lanes64(w, i, 3, [&](u64 a, u64 b, u64 c) {
     double r = std::fma(f64(a), f64(b), f64(c));
-    return bits((vcc >> lane++ & 1) ? std::ldexp(r, 64) : r);
+    return bits((vcc >> lane++ & 1) ? std::ldexp(r, exponent(f64(c)) > 1023 ? 128 : -128) : r);
   });
 }
 Reg r_div_fmas64("v_div_fmas_f64", FAM_VALU, "df64 sf64 sf64 sf64", h_div_fmas64);

@@ -25,7 +25,7 @@ test: env ## lint and the quick tests (ARGS=... goes to pytest)
 test-slow: env ## the tests marked slow
 	@$(PYTEST) -m "slow and not gpu" $(ARGS)
 
-test-gpu: env ## the tests that need a gfx950 GPU
+test-gpu: env ## the tests that need a GPU (the Triton kernels)
 	@$(PYTEST) -m gpu $(ARGS)
 
 lint: env ## ruff: rules and formatting

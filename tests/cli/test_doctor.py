@@ -1,5 +1,6 @@
 """`rocm-msa doctor`: from made-up facts to verdicts, and the command around them."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -133,6 +134,7 @@ def test_gather_with_faked_packages(monkeypatch, fault, error):
             raise doctor_facts.importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
+    importlib.import_module("torch")  # it reads entry points of its own when first imported
     points = [Point("lora_thing", RuntimeError("not ours")), Point("rocm_msa", fault)]
     monkeypatch.setattr(doctor_facts.importlib.metadata, "version", version)
     monkeypatch.setattr(doctor_facts.importlib.metadata, "entry_points", lambda group: points)

@@ -82,10 +82,7 @@ void h_trap(Wave& w, const Inst& i) {
 }
 Reg r_trap("s_trap", FAM_MISC, "n", h_trap, P_CUSTOM);
 
-void h_sleep(Wave& w, const Inst& i) {
-  w.wake = w.machine->clock + 64ull * (i.imm & 0x7f);
-  w.stop = true;
-}
+void h_sleep(Wave& w, const Inst&) { w.stop = true; }  // others go first
 Reg r_sleep("s_sleep", FAM_MISC, "n", h_sleep, P_CUSTOM);
 void h_setprio(Wave& w, const Inst& i) { w.priority = i.imm & 3; }
 Reg r_setprio("s_setprio", FAM_MISC, "n", h_setprio, P_CUSTOM);

@@ -20,6 +20,7 @@ struct Scheduler {
   std::vector<std::unique_ptr<Workgroup>> spare;
   size_t next = 0;
   u64 since_useful = 0;  // instructions since anything but polling ran
+  u64 progressed = 0;    // quantum of it
   u64 fast_forward = 24000;
   int doublings = 0;
   explicit Scheduler(Machine& machine) : m(machine) {}
@@ -239,17 +240,29 @@ struct Scheduler {
     if (s.kind == 0) return next < ready.size() ? next : 0;
     if (s.kind == 2) {  // the highest priority; a wave that only polled was put down
       size_t best = 0;
-      for (size_t k = 1; k < ready.size(); k++)
-        if (ready[k]->rank_key() > ready[best]->rank_key()) best = k;
+      u64 most = 0;
+      for (size_t k = 0; k < ready.size(); k++) {
+        u64 key = held(*ready[k]) ? 0 : ready[k]->rank_key();
+        if (key > most) most = key, best = k;
+      }
       return best;
     }
     size_t k = m.rng.below(ready.size());
-    if (s.kind == 3 && starved(*ready[k]) && m.rng.below(4096)) {
+    if (held(*ready[k]) || (s.kind == 3 && starved(*ready[k]) && m.rng.below(4096))) {
       for (size_t n = 0; n < ready.size(); n++) {
         size_t q = (k + n) % ready.size();
-        if (!starved(*ready[q]) && ready[q]->spin_run < 4) return q;
+        if (!starved(*ready[q]) && !held(*ready[q]) && ready[q]->spin_run < 4) return q;
       }
     }
+    return k;
+  }
+  bool held(const Wave& w) const { return w.held > m.quantum; }
+
+  // A wave that has not run since the last progress may still make some: a deadlock is called
+  // only after it ran too.
+  size_t unheard() const {
+    size_t k = 0;
+    while (k < ready.size() && ready[k]->last_run > progressed) k++;
     return k;
   }
 
@@ -276,6 +289,7 @@ struct Scheduler {
   }
 
   int loop() {
+    size_t forced = ~size_t{0};
     dispatch();
     while (true) {
       if (ready.empty()) {
@@ -296,17 +310,21 @@ struct Scheduler {
         stuck();
         return 1;
       }
-      size_t k = pick();
+      size_t k = forced < ready.size() ? forced : pick();
+      forced = ~size_t{0};
       Wave& w = *ready[k];
-      m.quantum++;
+      w.last_run = ++m.quantum;
       u64 before = m.progress, spun = w.spun;
       u64 n = run(w, quantum());
       m.executed += n;
       m.clock += 1 + 4 * n / std::min<size_t>(std::max<size_t>(ready.size(), 1), 1024);
       bool only_spun = w.spun - spun == n;
       w.spin_run = only_spun ? w.spin_run + 1 : 0;
-      w.order = only_spun ? m.rng.next() >> 16 : m.rng.next() | 1ull << 63;
+      // Of waves that only polled, those that ran last come last, roughly.
+      w.order = only_spun ? (1ull << 62) - 4 * (m.quantum + m.rng.below(16))
+                          : m.rng.next() | 1ull << 63;
       if (m.progress != before) since_useful = 0;
+      if (!since_useful) progressed = m.quantum;
       if (!w.stores.empty()) drain_some(m, w.stores);
       for (auto& l : m.launches)
         if (!l->orphans.empty()) drain_some(m, l->orphans);
@@ -331,6 +349,8 @@ struct Scheduler {
         return 3;
       }
       if (since_useful > m.schedule.spin_rounds * std::max<size_t>(ready.size(), 1)) {
+        forced = unheard();
+        if (forced < ready.size()) continue;
         bool clocked = false;
         for (Wave* r : ready) clocked |= r->used_clock;
         if (clocked && doublings < 44) {

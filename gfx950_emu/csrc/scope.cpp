@@ -65,8 +65,6 @@ void need_rank(Machine& m, Scopes& s, u32 rank) {
   for (auto& b : s.back) b[rank].resize(m.device.xcds);
 }
 
-u32 level_of(u32 flags) { return flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0; }
-
 }  // namespace
 
 void scope_write(Machine& m, const Writer& who, const u64* addr, u64 lanes, u32 bytes) {
@@ -85,7 +83,7 @@ void scope_write(Machine& m, const Writer& who, const u64* addr, u64 lanes, u32 
   }
 }
 
-void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 flags) {
+void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 level) {
   Machine& m = *w.machine;
   if (!(m.checks & C_SCOPE) || !lanes) return;
   Scopes& s = scopes(m);
@@ -93,7 +91,6 @@ void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 flags) {
   need_rank(m, s, rank);
   Cache &l1 = s.l1[rank][cu], &l2 = s.l2[rank][xcd];
   if (l1.lines.empty()) l1.lines.resize(kL1Lines);
-  u32 level = level_of(flags);
   u64 now = ++s.now, previous = ~0ull;
   for (u64 x = lanes; x; x &= x - 1) {
     int lane = __builtin_ctzll(x);

@@ -22,7 +22,7 @@ enum Check : u32 {
   C_SCOPE = 128,      // global happens-before and stale caches at scopes
 };
 
-enum class Status : u32 { Ready, Barrier, Sleeping, Done };
+enum class Status : u32 { Ready, Barrier, Done };
 
 // Registers are numbered together for the wait check: SGPRs, then VGPRs.
 constexpr int kVgprBase = 128, kRegisters = 128 + 512;
@@ -102,7 +102,8 @@ struct Wave {
   Status status = Status::Ready;
   u32 id = 0;       // in the workgroup
   u32 priority = 0;
-  u64 wake = 0;     // virtual cycles
+  u64 held = 0;     // until this quantum others go first
+  u64 last_run = 0; // quantum
   u64 executed = 0, spun = 0, spin_run = 0;
   u64 order = 0;    // random, for the priority schedule
   u64 rank_key() const { return (u64)priority << 62 | order >> 2; }
@@ -287,9 +288,10 @@ void drain_orphans(Machine&, Launch&);
 void wait_counters(Wave&, u32 vm, u32 lgkm);
 void set_tag(Wave&, int reg, int count, int cls, u64 seq);
 
-// scope.cpp
+// scope.cpp. Levels: 0 the CU, 1 the agent, 2 the system.
+inline u32 scope_level(u32 flags) { return flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0; }
 void scope_write(Machine&, const Writer&, const u64* addr, u64 lanes, u32 bytes);
-void scope_read(Wave&, const u64* addr, u64 lanes, u32 bytes, u32 flags);
+void scope_read(Wave&, const u64* addr, u64 lanes, u32 bytes, u32 level);
 u64 scope_now(Machine&);
 void scope_write_back(Wave&, u32 level, u64 issued);
 void scope_invalidate(Wave&, u32 flags);

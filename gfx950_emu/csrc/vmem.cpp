@@ -161,7 +161,7 @@ u64 split_local(const Address& r) {
 void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form) {
   drain_overlap(w, r.a, lanes, bytes);
   lanes = usable_lanes(w, r.a, lanes, bytes, false);
-  scope_read(w, r.a, lanes, bytes, i.flags);
+  scope_read(w, r.a, lanes, bytes, scope_level(i.flags));
   w.launch->c.global_read_bytes += (u64)bytes * __builtin_popcountll(lanes);
   int reg = i.dst[0].reg;
   if (form == DF_DWORDS) {
@@ -179,9 +179,16 @@ void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, 
   }
 }
 
-Writer writer(Wave& w, u32 flags) {
-  u32 level = flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0;
+Writer writer(Wave& w, u32 level) {
   return {w.launch->d.rank, w.wg->cu, w.launch->id, level};
+}
+
+// Others see a flag while its writer goes no further: what it left undone by then is found out.
+void hold_after_flag(Wave& w) {
+  Machine& m = *w.machine;
+  if (m.schedule.kind == 0 || m.rng.below(8)) return;
+  w.held = m.quantum + 1 + m.rng.below(64);
+  w.stop = true;
 }
 
 void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form, int reg,
@@ -192,7 +199,7 @@ void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes,
   w.launch->c.global_write_bytes += (u64)bytes * __builtin_popcountll(lanes);
   DeferredStore s;
   s.seq = seq, s.lanes = lanes, s.bytes = bytes, s.born = m.quantum;
-  s.who = writer(w, i.flags);
+  s.who = writer(w, scope_level(i.flags));
   s.data.resize((size_t)bytes * kLanes);
   memcpy(s.addr, r.a, sizeof s.addr);
   for (u64 x = lanes; x; x &= x - 1) {
@@ -201,6 +208,7 @@ void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes,
   }
   w.stores.push_back(std::move(s));
   if (!(m.checks & C_DEFER)) drain_vm(w, seq);
+  if (i.flags & F_COHERENT) hold_after_flag(w);
 }
 
 void check_data(Wave& w, const Operand& o, u64 lanes) {
@@ -220,7 +228,7 @@ void dma(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form fo
   if ((m.checks & C_UNINIT) && w.sundef[kM0]) report(w, FK_UNINIT_ADDRESS, 0, 0);
   drain_overlap(w, r.a, lanes, bytes);
   u64 good = usable_lanes(w, r.a, lanes, bytes, false);
-  scope_read(w, r.a, good, bytes, i.flags);
+  scope_read(w, r.a, good, bytes, scope_level(i.flags));
   w.launch->c.dma_bytes += (u64)bytes * __builtin_popcountll(good);
   for (u64 x = good; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
@@ -311,7 +319,11 @@ void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw
       }
     }
   lanes = usable_lanes(w, r.a, lanes, bytes, true);
-  scope_write(m, writer(w, F_SC0 | F_SC1), r.a, lanes, bytes);  // done where all can see it
+  // In L2, where the rank's CUs meet; with sc1 where all ranks do. sc0 asks for the old value.
+  u32 level = i.flags & F_SC1 ? 2 : 1;
+  scope_read(w, r.a, lanes, bytes, level);
+  scope_write(m, writer(w, level), r.a, lanes, bytes);
+  hold_after_flag(w);
   w.launch->c.atomic_bytes += (u64)bytes * __builtin_popcountll(lanes);
   int data = i.src[3].reg, n = bytes / 4;
   for (u64 x = lanes; x; x &= x - 1) {
@@ -403,7 +415,7 @@ void h_buffer_atomic(Wave& w, const Inst& i) {
 }
 
 void h_wbl2(Wave& w, const Inst& i) {
-  u32 level = i.flags & F_SC1 ? (i.flags & F_SC0 ? 2 : 1) : 0;
+  u32 level = scope_level(i.flags);
   u64 seq = next_vm(w);
   if (!level) return;
   drain_vm(w, seq - 1);  // the wave's own stores are ahead of it

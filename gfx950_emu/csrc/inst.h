@@ -1,4 +1,4 @@
-// The decoded instruction, as gfx950_emu/decode.py writes it (INST_DTYPE there mirrors this file).
+// The decoded instruction, as gfx950_emu/records.py writes it (INST_DTYPE there mirrors this file).
 #pragma once
 #include <cstdint>
 #include <cstring>

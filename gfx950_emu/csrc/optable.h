@@ -1,4 +1,4 @@
-// The table of opcodes: one entry an instruction, made by the handler files, read by decode.py.
+// The table of opcodes: one entry an instruction, made by the handler files, read by records.py.
 #pragma once
 #include <string>
 #include <vector>

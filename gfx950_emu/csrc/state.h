@@ -159,7 +159,7 @@ struct Code {
   bool sub_dword_lds = false;
 };
 
-struct LaunchDesc {  // mirrors machine.py
+struct LaunchDesc {  // mirrors run.py
   u64 kernarg, dispatch_packet;
   u32 code, rank, entry, lds_bytes, scratch_bytes, vgprs, sgprs, accum_offset;
   u32 grid[3], block[3];  // grid in workgroups
@@ -226,12 +226,12 @@ enum FindingKind : u32 {
   FK_GLOBAL_RACE,
 };
 
-struct DeviceModel {  // mirrors machine.py
+struct DeviceModel {  // mirrors settings.py
   u32 xcds, cus_per_xcd, lds_bytes, waves_per_simd, vgprs_per_simd, simds, max_workgroups;
   u32 sgprs;
 };
 
-struct ScheduleDesc {  // mirrors machine.py
+struct ScheduleDesc {  // mirrors run.py
   u32 kind, starve_rank, starve_workgroup, starve_wave;
   u64 seed, quantum_min, quantum_max, max_instructions, spin_rounds;
 };

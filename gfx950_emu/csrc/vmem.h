@@ -12,8 +12,6 @@ void drain_overlap(Wave& w, const u64* addr, u64 lanes, u32 bytes);
 void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
               u64 same = 0);
 
-enum class Op { Load, Store, Atomic };
-
 // How a load or store treats its data.
 enum Form : u32 {
   DF_DWORDS,      // bytes / 4 registers
@@ -28,6 +26,30 @@ inline Form extra_form(const Inst& i) { return (Form)(i.extra >> 8); }
 void put_loaded(Wave& w, int reg, int l, const u8* from, u32 bytes, Form form);
 // Takes the bytes to store.
 void take_stored(Wave& w, int reg, int l, u8* to, u32 bytes, Form form);
+
+// vmem.cpp: what flat and buffer instructions share.
+struct Rmw;
+struct Address {
+  u64 a[kLanes];
+  u64 lanes;  // those that access memory
+};
+void check_memory_address(Wave& w, const Inst& i);
+void check_data(Wave& w, const Operand& o, u64 lanes);
+void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form);
+void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form, int reg,
+                 u64 seq);
+void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw& op);
+void dma(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form);
+// The result of a load is there after a wait.
+void finish_load(Wave& w, const Inst& i, u64 lanes, bool flat);
+
+struct MemoryForm {
+  const char* name;
+  u32 bytes;
+  Form form;
+};
+extern const MemoryForm kLoadForms[14], kStoreForms[8];  // by the mnemonic's last words
+inline std::string dwords_of(u32 bytes) { return std::to_string(bytes < 4 ? 32 : 8 * bytes); }
 
 inline bool undef_in(Wave& w, const Operand& o, u64 lanes) {
   if (o.kind == K_SGPR) return sgpr_undef(w, o);

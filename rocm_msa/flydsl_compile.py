@@ -19,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
@@ -60,6 +61,7 @@ class Compiled:
     arguments: tuple[str, ...]  # by position in the kernel's argument block; "" has no name
     compiler: str  # name and version
     source_digest: str  # changes with the kernel's source and the build parameters
+    argument_types: tuple[str, ...] = ()  # FlyDSL only: ptr, i32, i64, f32, ...
 
     @property
     def digest(self) -> str:
@@ -79,6 +81,9 @@ def compile_flydsl(
     line_info: bool = True,
 ) -> Compiled:
     """Compile what a `@flyc.jit` function launches, for the types of `args`.
+
+    The kernel's arguments are called as those of `launch` when it has as many: write a `launch`
+    that takes exactly the kernel's arguments, in the same order.
 
     args      null pointers (`flyc.from_c_void_p`), torch tensors of any device, scalars
     kernel    which one, when the function launches several; a symbol or what it starts with
@@ -108,12 +113,13 @@ def compile_flydsl(
         launch._compile_only(*args)
         digest, artifact = launch._last_compiled
         entries = _flydsl_entries(artifact._ir_text)
-    names = [name for _, name, _ in entries]
+    found = [name for _, name, _ in entries]
     chosen = [e for e in entries if kernel is None or e[1] == kernel or _stem(e[1]) == kernel]
     if len(chosen) != 1:
-        raise ValueError(f"kernel must name one of {names}, got {kernel!r}")
+        raise ValueError(f"kernel must name one of {found}, got {kernel!r}")
     code_object, name, facts = chosen[0]
-    block = facts["reqd_workgroup_size"]
+    block, types = facts["reqd_workgroup_size"], facts["argument_types"]
+    names = tuple(inspect.signature(launch.func).parameters)
     dynamic_lds = _dynamic_lds(artifact._ir_text, name)
     return Compiled(
         code_object=code_object,
@@ -123,9 +129,10 @@ def compile_flydsl(
         num_warps=-(-facts["max_flat_workgroup_size"][0] // WAVE_SIZE),
         lds_bytes=facts["group_segment_fixed_size"][0] + dynamic_lds,
         dynamic_lds_bytes=dynamic_lds,
-        arguments=("",) * facts["arguments"][0],
+        arguments=names if len(names) == len(types) else ("",) * len(types),
         compiler=f"flydsl {FLYDSL_VERSION}",
         source_digest=digest,
+        argument_types=types,
     )
 
 
@@ -148,8 +155,8 @@ def _stem(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _flydsl_entries(text: str) -> list[tuple[bytes, str, dict[str, list[int]]]]:
-    """(code object, symbol, integer facts) of each kernel in a compiled MLIR module."""
+def _flydsl_entries(text: str) -> list[tuple[bytes, str, dict[str, Any]]]:
+    """(code object, symbol, facts) of each kernel in a compiled MLIR module."""
     from flydsl._mlir import ir
     from flydsl._mlir.dialects import gpu
     from flydsl.compiler.jit_function import _create_mlir_context
@@ -167,7 +174,7 @@ def _flydsl_entries(text: str) -> list[tuple[bytes, str, dict[str, list[int]]]]:
                     pairs = re.findall(r"(\w+) = (?:array<i32: )?(-?\d+(?:, -?\d+)*)", part)
                     facts = {key: [int(n) for n in value.split(",")] for key, value in pairs}
                     facts.setdefault("reqd_workgroup_size", [])
-                    facts["arguments"] = [_count_arguments(signature)]
+                    facts["argument_types"] = _argument_types(signature)
                     found.append((item.object, name, facts))
     return found
 
@@ -186,13 +193,17 @@ def _dynamic_lds(text: str, kernel: str) -> int:
     return int(constant[1])
 
 
-def _count_arguments(signature: str) -> int:
-    """Arguments at the outer level of `ptr<1>, struct<(i32, i32)>, i32`."""
-    depth, count = 0, 1 if signature.strip() else 0
+def _argument_types(signature: str) -> tuple[str, ...]:
+    """`ptr<1>, struct<(i32, i32)>, i32` -> ("ptr", "struct<(i32, i32)>", "i32")."""
+    types, depth = [""], 0
     for letter in signature:
         depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(letter, 0)
-        count += letter == "," and depth == 0
-    return count
+        if letter == "," and depth == 0:
+            types.append("")
+        else:
+            types[-1] += letter
+    types = [re.sub(r"ptr<\d+>", "ptr", kind.strip()) for kind in types]
+    return tuple(kind for kind in types if kind)
 
 
 # The linker

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rocm_msa.arch import GFX950
 from rocm_msa.cli.doctor_facts import PLUGIN_NAME, Facts, OpPath
+from rocm_msa.launcher import BUILD_COMMAND
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "fail"
 
@@ -38,6 +39,7 @@ def judge(facts: Facts) -> list[Check]:
         _optional(facts, "flydsl", "compiling the gfx950 kernels"),
         _lld(facts),
         _optional(facts, "nixl", "prefill/decode disaggregation"),
+        _kernels(facts),
         *_threads(facts),
         *(_op(path) for path in facts.ops),
     ]
@@ -146,6 +148,17 @@ def _lld(facts: Facts) -> Check:
     return Check("ld.lld", NOTE, "not found; only for compiling with FlyDSL")
 
 
+def _kernels(facts: Facts) -> Check:
+    """Compiled kernels matter on gfx950 alone; without them the ops run on Triton."""
+    gfx950 = any(GFX950.name in device for device in facts.devices)
+    if facts.kernel_fault is None:
+        return Check("compiled kernels", OK, f"{facts.kernels} for {GFX950.name}")
+    if gfx950:
+        found = f"{facts.kernel_fault}: the ops run on Triton"
+        return Check("compiled kernels", WARN, found, f"build them: `{BUILD_COMMAND}`")
+    return Check("compiled kernels", NOTE, f"{facts.kernel_fault}; only for {GFX950.name}")
+
+
 def _threads(facts: Facts) -> list[Check]:
     """Hints for the CPU: without a thread limit or a binding it is many times slower."""
     if facts.device_kind != "cpu":
@@ -173,5 +186,5 @@ def _op(path: OpPath) -> Check:
         return Check(name, FAIL, path.error, "reinstall this project: `make env`")
     if not path.backends:
         return Check(name, FAIL, "no implementation", "reinstall this project: `make env`")
-    reason = f"not implemented: {', '.join(path.missing)}" if path.missing else "preferred"
+    reason = f"not here: {', '.join(path.missing)}" if path.missing else "preferred"
     return Check(name, OK, f"{path.backends[0]} ({reason})")

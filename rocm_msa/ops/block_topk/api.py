@@ -14,14 +14,18 @@ import torch
 
 from rocm_msa.errors import check_int, check_output, check_tensor, expect
 from rocm_msa.ops.block_topk import reference
-from rocm_msa.ops.dispatch import choose, on_host, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, on_host, triton_run
 
 
 def _reference(scores, num_blocks, topk, init_blocks, local_blocks, out=None):
     return reference.run(scores, num_blocks, topk, init_blocks, local_blocks)
 
 
-_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("block_topk")}
+_IMPLEMENTATIONS = {
+    "reference": _reference,
+    "triton": triton_run("block_topk"),
+    "flydsl": flydsl_run("block_topk"),
+}
 
 
 def block_topk(

@@ -14,7 +14,7 @@ from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
 from rocm_msa.ops.attention_checks import check_index_query
-from rocm_msa.ops.dispatch import choose, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, triton_run
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
 
@@ -23,7 +23,11 @@ def _reference(index_q, index_cache, block_table, seq_lens, rows_per_request, ou
     return reference_scores.block_scores(index_q, index_cache, block_table, rows)
 
 
-_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("index_score_decode")}
+_IMPLEMENTATIONS = {
+    "reference": _reference,
+    "triton": triton_run("index_score_decode"),
+    "flydsl": flydsl_run("index_score_decode"),
+}
 
 
 def index_score_decode(

@@ -13,7 +13,7 @@ from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops import reference_scores
 from rocm_msa.ops.attention_checks import check_index_query
-from rocm_msa.ops.dispatch import choose, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, triton_run
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
 
 
@@ -22,7 +22,11 @@ def _reference(index_q, index_cache, block_table, cu_seqlens_q, seq_lens, out=No
     return reference_scores.block_scores(index_q, index_cache, block_table, rows)
 
 
-_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("index_score_prefill")}
+_IMPLEMENTATIONS = {
+    "reference": _reference,
+    "triton": triton_run("index_score_prefill"),
+    "flydsl": flydsl_run("index_score_prefill"),
+}
 
 
 def index_score_prefill(

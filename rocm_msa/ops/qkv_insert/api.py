@@ -19,13 +19,17 @@ import torch
 
 from rocm_msa.cache.paged import IndexCache, MainCache, PagedCache
 from rocm_msa.errors import check_int, check_tensor, expect
-from rocm_msa.ops.dispatch import choose, on_host, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, on_host, triton_run
 from rocm_msa.ops.qkv_insert import reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int64, torch.int32)
 
-_IMPLEMENTATIONS = {"reference": reference.run, "triton": triton_run("qkv_insert")}
+_IMPLEMENTATIONS = {
+    "reference": reference.run,
+    "triton": triton_run("qkv_insert"),
+    "flydsl": flydsl_run("qkv_insert"),
+}
 
 
 @dataclass(frozen=True)

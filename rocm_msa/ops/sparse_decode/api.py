@@ -14,7 +14,7 @@ import torch
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_block_ids, check_query, give
-from rocm_msa.ops.dispatch import choose, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, triton_run
 from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
@@ -26,7 +26,11 @@ def _reference(
     return attend(q, main_cache, block_ids, block_table, rows, sm_scale)
 
 
-_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("sparse_decode")}
+_IMPLEMENTATIONS = {
+    "reference": _reference,
+    "triton": triton_run("sparse_decode"),
+    "flydsl": flydsl_run("sparse_decode"),
+}
 
 
 def sparse_decode(

@@ -12,7 +12,7 @@ import torch
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import check_output
 from rocm_msa.ops.attention_checks import check_block_ids, check_query, give
-from rocm_msa.ops.dispatch import choose, triton_run
+from rocm_msa.ops.dispatch import choose, flydsl_run, triton_run
 from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_cu_seqlens, check_paging, prefill_rows
 
@@ -22,7 +22,11 @@ def _reference(q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm
     return attend(q, main_cache, block_ids, block_table, rows, sm_scale)
 
 
-_IMPLEMENTATIONS = {"reference": _reference, "triton": triton_run("sparse_prefill")}
+_IMPLEMENTATIONS = {
+    "reference": _reference,
+    "triton": triton_run("sparse_prefill"),
+    "flydsl": flydsl_run("sparse_prefill"),
+}
 
 
 def sparse_prefill(

@@ -1,0 +1,48 @@
+"""Conversions between fp32, E4M3 and bf16, in packed words. Rounding is to nearest even."""
+
+from __future__ import annotations
+
+import flydsl.expr as fx
+from flydsl.expr import rocdl
+from flydsl.expr.rocdl.inline_asm import cvt_pk_bf16_f32
+
+
+def fp8_word(values) -> fx.Int32:
+    """Four fp32 -> four E4M3 bytes, the first lowest. |x| <= 448 is the caller's business."""
+    word = fx.Int32(0).ir_value()
+    for high in (False, True):
+        a, b = (x.ir_value() for x in values[2 * high : 2 * high + 2])
+        word = rocdl.cvt_pk_fp8_f32(fx.Int32.ir_type, a, b, word, high)
+    return fx.Int32(word)
+
+
+def fp8_values(word: fx.Int32) -> list[fx.Float32]:
+    """Four E4M3 bytes -> fp32."""
+    pair = fx.Vector.make_type(2, fx.Float32)
+    found = []
+    for high in (False, True):
+        both = fx.Vector(rocdl.cvt_pk_f32_fp8(pair, word.ir_value(), high))
+        found += [both[0], both[1]]
+    return found
+
+
+def bf16_word(a: fx.Float32, b: fx.Float32) -> fx.Int32:
+    """Two fp32 -> two bf16 in a word, the first low (v_cvt_pk_bf16_f32)."""
+    return fx.Int32(cvt_pk_bf16_f32(a, b))
+
+
+def bf16_values(word: fx.Uint32) -> list[fx.Float32]:
+    """Two bf16 -> fp32: exact."""
+    return [(word << 16).bitcast(fx.Float32), (word & fx.Uint32(0xFFFF0000)).bitcast(fx.Float32)]
+
+
+def f16_values(word: fx.Uint32) -> list[fx.Float32]:
+    """Two fp16 -> fp32: exact."""
+    both = fx.Vector.from_elements([word], fx.Uint32).bitcast(fx.Float16)
+    return [both[i].to(fx.Float32) for i in (0, 1)]
+
+
+def f16_word(a: fx.Float32, b: fx.Float32) -> fx.Int32:
+    """Two fp32 -> two fp16 in a word, the first low."""
+    both = fx.Vector.from_elements([x.to(fx.Float16) for x in (a, b)], fx.Float16)
+    return both.bitcast(fx.Int32)[0]

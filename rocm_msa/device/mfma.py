@@ -1,0 +1,54 @@
+"""Matrix products of one wave, D[16, 16] = A[16, K] B[K, 16] + C, in the operand order of gfx950.
+
+With row = lane % 16 and g = lane // 16 (0..3), a lane holds
+
+    A         row `row` of A: the values of k named below     B   column `row` of B, the same k
+    C, D      column `row` of D, rows 4 g .. 4 g + 3: fp32 x 4
+
+    mfma_fp8        K 128   k = 16 g .. 16 g + 15, then 64 + 16 g .. 64 + 16 g + 15: 32 bytes
+    mfma_fp4_fp8    K 128   A: k = 32 g .. 32 g + 31: 16 bytes, low nibble first; B as mfma_fp8
+    mfma_bf16       K  32   k = 8 g .. 8 g + 7: 16 bytes
+
+A product over k does not care for the order of k: with FP8 or bf16 on both sides any 32 (8) values
+may lie in a lane, as long as A and B agree lane group by lane group. Mixed operands and scales by
+block need the order above. To get D^T, swap A and B.
+"""
+
+from __future__ import annotations
+
+import flydsl.expr as fx
+from flydsl.expr import rocdl
+
+TILE = 16
+K_FP8, K_BF16 = 128, 32
+FP8_WORDS = 8  # dwords a lane of an FP8 operand; FP4 and bf16 operands take 4
+_E4M3, _E2M1 = 0, 4  # format codes of the instruction
+
+
+def zeros() -> fx.Vector:
+    """C = 0: fp32 x 4."""
+    return fx.Vector.filled(4, 0.0, fx.Float32)
+
+
+def mfma_fp8(a, b, c) -> fx.Vector:
+    """E4M3 x E4M3, K = 128; a, b: 8 words (Int32 or Uint32 Vector)."""
+    return _f8f6f4(a, b, c, _E4M3, _E4M3)
+
+
+def mfma_fp4_fp8(a, b, c) -> fx.Vector:
+    """E2M1 x E4M3, K = 128; a: 4 words, b: 8 words."""
+    return _f8f6f4(a, b, c, _E2M1, _E4M3)
+
+
+def mfma_bf16(a, b, c) -> fx.Vector:
+    """bf16 x bf16, K = 32; a, b: 4 words of two values."""
+    operands = [x.bitcast(fx.BFloat16).ir_value() for x in (a, b)]
+    kind = fx.Vector.make_type(4, fx.Float32)
+    return fx.Vector(rocdl.mfma_f32_16x16x32_bf16(kind, [*operands, c.ir_value()]))
+
+
+def _f8f6f4(a, b, c, kind_a: int, kind_b: int) -> fx.Vector:
+    kind = fx.Vector.make_type(4, fx.Float32)
+    # Constant zero scales stand for the instruction without scales.
+    operands = [a.ir_value(), b.ir_value(), c.ir_value(), kind_a, kind_b, 0, 0, 0, 0]
+    return fx.Vector(rocdl.mfma_scale_f32_16x16x128_f8f6f4(kind, operands))

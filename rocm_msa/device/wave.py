@@ -1,0 +1,107 @@
+"""A wave: 64 lanes in lockstep, in rows of 16. Reductions without LDS, hardware transcendentals.
+
+Matrix operands and results of 16x16 tiles give a lane the column lane % 16, so the four lanes of a
+column are lane, lane + 16, + 32, + 48: one in each row.
+"""
+
+from __future__ import annotations
+
+import flydsl.expr as fx
+from flydsl._mlir import ir
+from flydsl._mlir.dialects import llvm
+from flydsl.expr import rocdl
+
+WAVE = 64
+ROW = 16
+# DPP controls that exchange lanes within a row, and between them reach all 16.
+_QUAD_SWAP_1, _QUAD_SWAP_2 = 0xB1, 0x4E  # quad_perm [1, 0, 3, 2] and [2, 3, 0, 1]
+_HALF_MIRROR, _MIRROR = 0x141, 0x140
+
+
+def lane_id() -> fx.Int32:
+    """0..63, for workgroups of one dimension."""
+    return fx.thread_idx.x % WAVE
+
+
+def wave_id() -> fx.Int32:
+    """The wave's number in its workgroup, in a scalar register."""
+    return uniform(fx.thread_idx.x // WAVE)
+
+
+def uniform(value):
+    """The first active lane's value in a scalar register (v_readfirstlane), 32 bits."""
+    return type(value)(rocdl.readfirstlane(value.dtype.ir_type, value.ir_value()))
+
+
+def exp2(x: fx.Float32) -> fx.Float32:
+    """2^x (v_exp_f32): within 1 ulp, subnormal results flushed, exp2(-inf) = 0."""
+    return _f32("llvm.amdgcn.exp2.f32", x)
+
+
+def log2(x: fx.Float32) -> fx.Float32:
+    """Base-2 logarithm (v_log_f32): within 1 ulp, no subnormal inputs, log2(0) = -inf."""
+    return _f32("llvm.amdgcn.log.f32", x)
+
+
+def rcp(x: fx.Float32) -> fx.Float32:
+    """1 / x (v_rcp_f32), within 1 ulp."""
+    return _f32("llvm.amdgcn.rcp.f32", x)
+
+
+def maximum(x: fx.Float32, y: fx.Float32) -> fx.Float32:
+    """The larger (v_max_f32, v_max3_f32); a NaN loses."""
+    return fx.Float32(llvm.intr_maxnum(x.ir_value(), y.ir_value()))
+
+
+def column_max(x: fx.Float32) -> fx.Float32:
+    """Maximum of the four lanes of a column, in all four."""
+    return _across_rows(x, maximum)
+
+
+def column_sum(x: fx.Float32) -> fx.Float32:
+    """Sum of the four lanes of a column, in all four."""
+    return _across_rows(x, lambda a, b: a + b)
+
+
+def row_reduce(x, combine):
+    """Combine the 16 lanes of a row, in all of them; `combine` commutes and associates."""
+    for control in (_QUAD_SWAP_1, _QUAD_SWAP_2, _HALF_MIRROR, _MIRROR):
+        x = combine(x, _dpp(x, control))
+    return x
+
+
+def wave_max(x: fx.Float32) -> fx.Float32:
+    """Maximum of the 64 lanes, in all of them."""
+    return _across_rows(row_reduce(x, maximum), maximum)
+
+
+def wave_sum(x: fx.Float32) -> fx.Float32:
+    """Sum of the 64 lanes, in all of them; the order of the additions is fixed."""
+    return _across_rows(row_reduce(x, lambda a, b: a + b), lambda a, b: a + b)
+
+
+def wave_or(x: fx.Int32) -> fx.Int32:
+    """Bitwise OR of the 64 lanes, in all of them."""
+    return _across_rows(row_reduce(x, lambda a, b: a | b), lambda a, b: a | b)
+
+
+def _f32(intrinsic: str, x: fx.Float32) -> fx.Float32:
+    return fx.Float32(llvm.call_intrinsic(fx.Float32.ir_type, intrinsic, [x.ir_value()], [], []))
+
+
+def _dpp(x, control: int):
+    kind, bits = x.dtype, x.bitcast(fx.Int32).ir_value()
+    moved = rocdl.update_dpp(fx.Int32.ir_type, bits, bits, control, 0xF, 0xF, True)
+    return fx.Int32(moved).bitcast(kind)
+
+
+def _across_rows(x, combine):
+    """v_permlane32_swap and v_permlane16_swap of x with itself: the two halves side by side."""
+    for swap in (rocdl.permlane32_swap, rocdl.permlane16_swap):
+        kind, bits = x.dtype, x.bitcast(fx.Int32).ir_value()
+        pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
+        both = swap(pair, bits, bits, False, False)
+        word = fx.Int32.ir_type
+        a, b = (fx.Int32(llvm.extractvalue(word, both, [i])).bitcast(kind) for i in (0, 1))
+        x = combine(a, b)
+    return x

@@ -1,10 +1,10 @@
-"""The command `rocm-msa`: serve, demo, doctor, capacity, make-checkpoint. One file a command."""
+"""The command `rocm-msa`: one file a command."""
 
 from __future__ import annotations
 
 import typer
 
-from rocm_msa.cli import capacity, demo, doctor, make_checkpoint, serve
+from rocm_msa.cli import capacity, compile, demo, doctor, make_checkpoint, serve
 
 app = typer.Typer(
     name="rocm-msa",
@@ -18,6 +18,7 @@ app.command("serve", context_settings=serve.SERVE_SETTINGS)(serve.serve)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("capacity")(capacity.capacity)
+app.command("compile")(compile.compile_kernels)
 app.command("make-checkpoint")(make_checkpoint.make_checkpoint)
 
 

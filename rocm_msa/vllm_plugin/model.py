@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.platforms import current_platform
 
+from rocm_msa.vllm_plugin import kernels
 from rocm_msa.vllm_plugin.attention import MsaAttention
 from rocm_msa.vllm_plugin.loading import load_text_weights
 from rocm_msa.vllm_plugin.moe import ExpertMapping, Mlp, Moe, expert_mapping
@@ -104,6 +105,7 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
     def __init__(self, *, vllm_config, prefix: str = "") -> None:
         super().__init__()
         self.serving = resolve(vllm_config)
+        kernels.start(self.serving, vllm_config.model_config.dtype)
         self.config = vllm_config.model_config.hf_text_config
         self.quant_config = _quant_config(vllm_config)
         self.quantized_checkpoint = getattr(

@@ -11,12 +11,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rocm_msa import kernel_manifest
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
 from rocm_msa.errors import ConfigError, Refusals, expect
 from rocm_msa.ops.dispatch import BACKENDS
 from rocm_msa.vllm_plugin import compat
+from rocm_msa.vllm_plugin.nixl import CONNECTOR
+from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 
 logger = logging.getLogger("vllm.rocm_msa")
 
@@ -29,10 +32,12 @@ class Options:
     """What `--additional-config` can set.
 
     backend: backend of all ops, None lets each op choose.
+    code_objects: folder of `rocm-msa compile`, None for the one in the package; gfx950 only.
     indexer_decode_cp: same as the attention-config flag, for the Python API.
     """
 
     backend: str | None = None
+    code_objects: str | None = None
     indexer_decode_cp: bool = False
 
 
@@ -128,6 +133,7 @@ def _options(vllm_config: Any, refusals: Refusals) -> Options:
         options.backend is None or options.backend in BACKENDS,
         expect(f"additional_config.{OPTIONS_KEY}.backend", f"one of {BACKENDS}", options.backend),
     )
+    _check_code_objects(options.code_objects, refusals)
     refusals.check(
         isinstance(options.indexer_decode_cp, bool),
         expect(
@@ -137,6 +143,18 @@ def _options(vllm_config: Any, refusals: Refusals) -> Options:
         ),
     )
     return options
+
+
+def _check_code_objects(folder: object, refusals: Refusals) -> None:
+    """A folder that is named must hold a manifest; kernels are checked where they are loaded."""
+    name = f"additional_config.{OPTIONS_KEY}.code_objects"
+    if folder is None:
+        return
+    if refusals.check(isinstance(folder, str), expect(name, "a folder", repr(folder))):
+        try:
+            kernel_manifest.read(Path(folder))
+        except kernel_manifest.ManifestError as error:
+            refusals.check(False, f"{name}: {error}")
 
 
 def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> None:
@@ -189,6 +207,12 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         check(size == 1, f"{flag}: expected 1, got {size}")
     check(not parallel.enable_dbo, "--enable-dbo: not supported with these layers")
     check(vllm_config.lora_config is None, "--enable-lora: not supported with these layers")
+    transfer = compat.kv_connector_options(vllm_config, CONNECTOR)
+    if transfer is not None:
+        try:
+            TransferOptions.read(transfer)
+        except ConfigError as error:
+            refusals.reasons += error.reasons
     if vllm_config.device_config.device_type == "cpu":
         check(
             not parallel.enable_expert_parallel,

@@ -93,10 +93,16 @@ class FakeHip:
         self._callbacks = (_LOAD(self._load), _FUNCTION(self._function), _LAUNCH(self._launch))
         self._plan: bytes = b""
 
-    def runtime(self) -> Hip:
-        """The product's own bindings, on this library. One FakeHip is connected at a time."""
+    def connect(self) -> None:
+        """Let the library's calls come here: to one FakeHip at a time."""
         self._library.fake_hip_connect(*self._callbacks)
-        return Hip(str(library()))
+
+    def runtime(self) -> Hip:
+        """The product's own bindings, on this library."""
+        self.connect()
+        hip = Hip(str(library()))
+        hip.fake = self  # the library holds no reference to the callbacks
+        return hip
 
     @contextlib.contextmanager
     def failing(self, call: str, code: int) -> Iterator[None]:
@@ -160,6 +166,7 @@ class _Recording(launcher.Launcher):
     def launch(self, build, grid, args) -> None:
         self.fake.buffers = [a for a in args if isinstance(a, torch.Tensor) and a.numel()]
         self.fake.error = None
+        self.fake.connect()
         try:
             super().launch(build, grid, args)
         except Exception:

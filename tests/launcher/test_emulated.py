@@ -40,6 +40,7 @@ def test_the_launcher_is_put_back():
             ):
                 toy.run(torch.zeros(4), 1.0)
         assert launcher.active(CPU) is outer
+        assert torch.equal(toy.run(torch.ones(4), 1.0), torch.full((4,), 17.0))
     assert launcher.active(CPU) is None
     with pytest.raises(RuntimeError, match=r"toy_add16: CPU tensors \(compiled kernels run on gfx"):
         toy.run(torch.zeros(4), 1.0)

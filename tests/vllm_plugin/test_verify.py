@@ -63,6 +63,14 @@ def test_the_missions_flags_are_accepted(checkpoint):
             ["additional_config.rocm_msa.backend: expected one of"],
         ),
         (
+            {"additional_config": {"rocm_msa": {"code_objects": 7}}},
+            ["additional_config.rocm_msa.code_objects: expected a folder, got 7"],
+        ),
+        (
+            {"additional_config": {"rocm_msa": {"code_objects": "/nowhere"}}},
+            ["rocm_msa.code_objects: no compiled kernels: /nowhere/manifest.json does not exist"],
+        ),
+        (
             {"additional_config": {"rocm_msa": {"indexer_decode_cp": True}}},
             ["indexer_decode_cp: decode context"],
         ),

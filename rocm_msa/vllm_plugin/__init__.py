@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the models, the configuration hooks and the `indexer_decode_cp` field.
+    """Register the models, the KV connector, the configuration hooks, `indexer_decode_cp`.
 
     Raises:
         RuntimeError: a vLLM version that this package was not written for.
@@ -21,3 +21,4 @@ def register() -> None:
     compat.add_attention_config_field()
     compat.register_config_class()
     compat.register_models()
+    compat.register_kv_connector()

@@ -6,6 +6,7 @@ tests/vllm_plugin/test_compat_contract.py checks the symbols named here against 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -111,6 +112,25 @@ def register_models() -> None:
             ModelRegistry.register_model(name, vl_class)
     for name in (*TEXT_ARCHITECTURES, *VL_ARCHITECTURES):
         MODELS_CONFIG_MAP[name] = config_hook(MODELS_CONFIG_MAP.get(name))
+
+
+def register_kv_connector() -> None:
+    """Make `RocmMsaNixlConnector` known by its name; it is imported when it is used."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from rocm_msa.vllm_plugin.nixl import CONNECTOR
+
+    # Registered already: vLLM calls plugins any number of times.
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(CONNECTOR, "rocm_msa.vllm_plugin.nixl", CONNECTOR)
+
+
+def kv_connector_options(vllm_config, name: str) -> dict | None:
+    """`kv_connector_extra_config` when the KV connector `name` is asked for."""
+    config = vllm_config.kv_transfer_config
+    if config is None or config.kv_connector != name:
+        return None
+    return config.kv_connector_extra_config
 
 
 def can_load_vl() -> bool:

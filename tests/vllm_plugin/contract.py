@@ -158,10 +158,59 @@ SIGNATURES = {
         "VerifyAndUpdateConfig.verify_and_update_model_config": ["model_config"],
     },
     "vllm/config/attention.py": {"AttentionConfig.resolve_indexer_kv_dtype": ["default"]},
+    "vllm/distributed/kv_transfer/kv_connector/factory.py": {
+        "KVConnectorFactory.register_connector": ["name", "module_path", "class_name"],
+    },
+    "vllm/distributed/kv_transfer/kv_connector/v1/base.py": {
+        "KVConnectorBase_V1.__init__": ["vllm_config", "role", "kv_cache_config"],
+        "KVConnectorBase_V1.get_required_kvcache_layout": ["vllm_config"],
+        "KVConnectorBase_V1.build_kv_connector_stats": ["data"],
+        "KVConnectorBase_V1.on_new_request": ["request"],
+        "KVConnectorBase_V1.get_loaded_kv_cache_group_ids": ["request"],
+        "KVConnectorBase_V1.get_num_new_matched_tokens": ["request", "num_computed_tokens"],
+        "KVConnectorBase_V1.update_state_after_alloc": [
+            "request",
+            "blocks",
+            "num_external_tokens",
+        ],
+        "KVConnectorBase_V1.build_connector_meta": ["scheduler_output"],
+        "KVConnectorBase_V1.update_connector_output": ["connector_output"],
+        "KVConnectorBase_V1.request_finished": ["request", "block_ids"],
+        "SupportsHMA.request_finished_all_groups": ["request", "block_ids"],
+        "KVConnectorBase_V1.set_xfer_handshake_metadata": ["metadata"],
+        "KVConnectorBase_V1.register_kv_caches": ["kv_caches"],
+        "KVConnectorBase_V1.get_handshake_metadata": [],
+        "KVConnectorBase_V1.start_load_kv": ["forward_context", "**kwargs"],
+        "KVConnectorBase_V1.get_transfer_results": ["finished_req_ids"],
+        "KVConnectorBase_V1.get_kv_connector_stats": [],
+        "KVConnectorBase_V1.wait_for_layer_load": ["layer_name"],
+        "KVConnectorBase_V1.save_kv_layer": [
+            *("layer_name", "kv_layer", "attn_metadata", "**kwargs"),
+        ],
+        "KVConnectorBase_V1.wait_for_save": [],
+        "KVConnectorBase_V1.shutdown": [],
+        "KVConnectorBase_V1._get_connector_metadata": [],
+    },
+    "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": {
+        "KVConnectorPromMetrics.__init__": [
+            *("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        ],
+        "KVConnectorPromMetrics.observe": ["transfer_stats_data", "engine_idx"],
+        "KVConnectorStats.aggregate": ["other"],
+        "KVConnectorStats.reduce": [],
+        "KVConnectorStats.is_empty": [],
+    },
+    "vllm/v1/metrics/utils.py": {
+        "create_metric_per_engine": ["metric", "per_engine_labelvalues"],
+    },
+    "vllm/v1/core/kv_cache_manager.py": {"KVCacheBlocks.get_block_ids": []},
+    "vllm/config/speculative.py": {"SpeculativeConfig.use_eagle": []},
 }
 
 FIELDS = {
     "vllm/v1/kv_cache_interface.py": {
+        "KVCacheConfig": ["kv_cache_groups", "num_blocks", "transfer_group_ids"],
+        "UniformTypeKVCacheSpecs": ["kv_cache_specs"],
         "AttentionSpec": [
             "num_kv_heads",
             "head_size",
@@ -222,6 +271,23 @@ FIELDS = {
         ],
     },
     "vllm/config/model.py": {"ModelConfig": ["hf_config", "hf_text_config", "max_model_len"]},
+    "vllm/config/kv_transfer.py": {
+        "KVTransferConfig": ["kv_connector", "kv_connector_extra_config", "engine_id"],
+    },
+    "vllm/distributed/kv_transfer/kv_connector/v1/base.py": {
+        "KVConnectorBase_V1": ["_kv_cache_config", "_cache_hit_source"],
+        "KVConnectorTransferResults": ["finished_sending", "finished_recving", "failed_recving"],
+        "KVConnectorRole": ["SCHEDULER", "WORKER"],
+    },
+    "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ["P2P"]},
+    "vllm/v1/outputs.py": {"KVConnectorOutput": ["finished_recving"]},
+    "vllm/v1/request.py": {
+        "Request": [
+            *("request_id", "kv_transfer_params", "prompt_token_ids", "status"),
+            *("num_prompt_tokens", "num_computed_tokens"),
+        ],
+        "RequestStatus": ["FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"],
+    },
 }
 
 ONLY_IN = {
@@ -240,7 +306,7 @@ def parse(path: Path) -> ast.Module:
 def plugin_imports() -> set[tuple[str, str]]:
     """(module, name) of every `from vllm... import name` in the plugin."""
     found = set()
-    for source in PLUGIN.glob("*.py"):
+    for source in PLUGIN.rglob("*.py"):
         for node in ast.walk(parse(source)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 found |= {(node.module, alias.name) for alias in node.names}

@@ -1,0 +1,170 @@
+"""The side channel: small questions of decode engines, answered by a prefill engine's thread.
+
+Messages are msgpack maps over ZeroMQ (TCP). Each names the engine it is meant for, so that a
+restarted engine on the same port refuses what was meant for its predecessor.
+
+    hello     fingerprint -> fingerprint and memory of every rank, or a refusal
+    commit    a rank has read (or needs nothing more) -> whether the blocks were held all along
+    renew     request ids -> which are still held, each with a full lease
+    cancel    nobody will read it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import zmq
+
+from rocm_msa.vllm_plugin.nixl.fingerprint import WIRE_VERSION, differences
+from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
+
+logger = logging.getLogger("vllm.rocm_msa.nixl")
+
+_POLL_MS = 100
+_CLIENT_THREADS = 4
+
+
+class ControlError(RuntimeError):
+    """No answer, or an answer that the peer could not give."""
+
+
+class Refused(ControlError):
+    """The peer answered that it will not: another engine, or another fingerprint."""
+
+
+class ControlServer:
+    """Answers for one engine. `ranks[i]` is what rank i registered, as a plain map."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        engine: str,
+        fingerprint: Mapping[str, Any],
+        ranks: list[dict[str, Any]],
+        leases: LeaseTable,
+    ):
+        self.engine, self.fingerprint, self.ranks = engine, dict(fingerprint), ranks
+        self.leases = leases
+        self.refused_handshakes = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(f"tcp://{_bind_host(host)}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RuntimeError(
+                f"side channel {host}:{port} (VLLM_NIXL_SIDE_CHANNEL_HOST, _PORT): {error}"
+            ) from None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="rocm-msa-kv-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10 * _POLL_MS / 1000)
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(_POLL_MS):
+                continue
+            frames = self._socket.recv_multipart()
+            try:
+                answer = self._answer(msgspec.msgpack.decode(frames[-1]))
+            except Exception as error:  # a bad message must not end the thread
+                logger.exception("KV side channel: message not understood")
+                answer = {"refused": f"message not understood: {error!r}"}
+            self._socket.send_multipart([*frames[:-1], msgspec.msgpack.encode(answer)])
+
+    def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message["wire"] != WIRE_VERSION:
+            return self._refuse(
+                f"package format: prefill has {WIRE_VERSION}, decode has {message['wire']}"
+            )
+        if message["to"] != self.engine:
+            return {"refused": f"engine: asked for {message['to']}, this is {self.engine}"}
+        op = message["op"]
+        if op == "hello":
+            reasons = differences(self.fingerprint, message["fingerprint"])
+            if reasons:
+                return self._refuse("; ".join(reasons))
+            return {"fingerprint": self.fingerprint, "ranks": self.ranks}
+        if op == "commit":
+            fields = (message[k] for k in ("request", "reader", "rank", "ranks"))
+            return {"held": self.leases.commit(*fields)}
+        if op == "renew":
+            return {"held": self.leases.renew(message["requests"])}
+        if op == "cancel":
+            return {"held": self.leases.cancel(message["request"])}
+        return {"refused": f"op: unknown {op!r}"}
+
+    def _refuse(self, reasons: str) -> dict[str, Any]:
+        self.refused_handshakes += 1
+        logger.error("KV transfer refused by prefill: %s", reasons)
+        return {"refused": reasons}
+
+
+class ControlClient:
+    """Asks control servers from a few threads; an answer or an error comes within the timeout."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self._context = zmq.Context()
+        self._threads = ThreadPoolExecutor(_CLIENT_THREADS, thread_name_prefix="rocm-msa-kv-ask")
+        self._local = threading.local()
+
+    def ask(self, host: str, port: int, engine: str, op: str, **fields: Any) -> Future:
+        """The answer's map; raises ControlError or Refused from the future."""
+        message = {"wire": WIRE_VERSION, "to": engine, "op": op, **fields}
+        return self._threads.submit(self._call, host, port, message)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._context.destroy(linger=0)
+
+    def _call(self, host: str, port: int, message: dict[str, Any]) -> dict[str, Any]:
+        sockets = self._local.__dict__.setdefault("sockets", {})
+        address = f"tcp://{_bracketed(host)}:{port}"
+        if address not in sockets:
+            sockets[address] = self._connect(address)
+        socket = sockets[address]
+        try:
+            socket.send(msgspec.msgpack.encode(message))
+            if not socket.poll(int(self.timeout * 1000)):
+                raise ControlError(f"{message['op']}: no answer from {address} in {self.timeout} s")
+            answer = msgspec.msgpack.decode(socket.recv())
+        except BaseException as error:
+            # A REQ socket that got no answer cannot ask again.
+            with contextlib.suppress(zmq.ZMQError):
+                sockets.pop(address).close(linger=0)
+            if isinstance(error, zmq.ZMQError):
+                raise ControlError(f"{message['op']}: {address}: {error}") from None
+            raise
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer
+
+    def _connect(self, address: str) -> zmq.Socket:
+        socket = self._context.socket(zmq.REQ)
+        socket.setsockopt(zmq.LINGER, 0)
+        if address.startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(address)
+        return socket
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bind_host(host: str) -> str:
+    # ZeroMQ binds interfaces and addresses, not names.
+    return "127.0.0.1" if host == "localhost" else _bracketed(host)

@@ -1,0 +1,387 @@
+"""Rows over real NIXL agents in one process: bytes, descriptors, faults, checks, conversion."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from rocm_msa.cache.convert import to_vllm
+from rocm_msa.vllm_plugin.nixl.checks import identities
+from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
+from tests.vllm_plugin.pd_ranks import BLOCKS, sides
+
+pytest.importorskip("nixl", reason="NIXL is not installed")
+
+HERE, THERE = [5, 6, 7, 20, 21, 40], [1, 2, 3, 9, 10, 30]
+
+
+def arrived(source, target, here=HERE, there=THERE) -> bool:
+    """Whether every rank holds its share of the source's blocks."""
+    return all(
+        torch.equal(rank.rows.bytes[here], target.share(source.whole, i)[there])
+        for i, rank in enumerate(target.ranks)
+    )
+
+
+def counts(side, rank=0):
+    return side.ranks[rank].counts.data
+
+
+def only(results):
+    (result,) = results
+    return result
+
+
+@pytest.mark.parametrize(("main", "index"), [("nvfp4", "fp8"), ("fp8", "fp8"), ("bf16", "nvfp4")])
+def test_equal_tp_is_one_descriptor_a_run_of_blocks(main, index):
+    dtypes = {"main": main, "index": index}
+    with sides(dtypes, dtypes) as (source, target):
+        before = target.ranks[0].rows.bytes.clone()
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == ({"a"}, set())
+        assert arrived(source, target)
+        others = [b for b in range(BLOCKS) if b not in HERE]
+        assert torch.equal(target.ranks[0].rows.bytes[others], before[others])
+        read = counts(target)
+        # 3 runs of adjacent blocks, counted by NIXL itself; 9 pages a row here.
+        assert read["descriptors"] == [3]
+        assert read["blocks"] == [6]
+        assert read["nbytes"] == [6 * target.ranks[0].rows.row.nbytes]
+        assert source.leases.take_released().done == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2), (2, 8), (8, 4), (4, 8), (2, 2)]
+)
+def test_unequal_tp(prefill, decode, caplog):
+    caplog.set_level("INFO", "vllm.rocm_msa.nixl")
+    with sides({"tp": prefill}, {"tp": decode}) as (source, target):
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert target.run() == [({"a"}, set())] * decode
+        assert arrived(source, target)
+        assert source.leases.take_released().done == {"a"}
+        whole = {prefill, decode} in ({4, 8}, {prefill})
+        reason = f"prefill {prefill}, decode {decode}"
+        assert (reason in caplog.text) != whole
+        if whole:
+            assert all(counts(target, r)["descriptors"] == [3] for r in range(decode))
+
+
+def test_many_loads_at_once():
+    with sides() as (source, target):
+        for i in range(40):
+            source.leases.hold(f"r{i}")
+            target.load(source, f"r{i}", [i], [(7 * i) % BLOCKS])
+        finished, failed = only(target.run())
+        assert len(finished) == 40 and not failed
+        assert arrived(source, target, list(range(40)), [(7 * i) % BLOCKS for i in range(40)])
+        assert len(source.leases.take_released().done) == 40
+
+
+DIFFERENCES = [
+    ({"main": "fp8"}, {}, "main cache dtype: prefill has 'fp8', decode has 'nvfp4'"),
+    ({"index": "fp8"}, {}, "index cache dtype: prefill has 'fp8', decode has 'nvfp4'"),
+    ({"debug_checks": True}, {}, "debug_checks: prefill has True, decode has False"),
+    (
+        {"tp": 2, "allow_unequal_tp": False},
+        {},
+        "tensor-parallel size: prefill has 2, decode has 1, and prefill has allow_unequal_tp false",
+    ),
+    ({}, {"tp": 2, "allow_unequal_tp": False}, "decode has 2, and decode has allow_unequal_tp"),
+    ({"packing": "vllm-hnd"}, {}, "packing: prefill has 'vllm-hnd', decode has 'rocm_msa'"),
+    (
+        {"packing": "vllm-hnd", "tp": 2},
+        {"convert_packing": True},
+        "pages of another packing cannot be read head by head (tp: prefill 2, decode 1)",
+    ),
+    (
+        {"packing": "vllm-nhd", "main": "fp8"},
+        {"convert_packing": True, "main": "fp8"},
+        "only nvfp4 pages can be converted",
+    ),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "words"), DIFFERENCES)
+def test_both_sides_refuse_and_name_both_values(prefill, decode, words, caplog):
+    with sides(prefill, decode) as (source, target):
+        before = [rank.rows.bytes.clone() for rank in target.ranks]
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert all(result == (set(), {"a"}) for result in target.run())
+        lines = [r.getMessage() for r in caplog.records if words in r.getMessage()]
+        assert any("refused by prefill" in line for line in lines)
+        assert any("handshake with engine" in line for line in lines)
+        assert source.server.refused_handshakes >= 1
+        for rank, old in zip(target.ranks, before, strict=True):
+            assert torch.equal(rank.rows.bytes, old)
+            assert rank.counts.data["failed_handshake"] == 1
+            assert rank.counts.data["retries"] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("page format", "row format", "row layout", "block tokens", "activation dtype"),
+        *("num_layers", "kv_heads", "head_dim", "sparse layers", "rope", "kv scales"),
+        *("draft model", "index_heads", "package format"),
+    ],
+)
+def test_every_field_counts_on_both_sides(name, caplog):
+    """Also when the prefill side does not check: the decode side compares for itself."""
+    with sides() as (source, target):
+        source.fingerprint[name] = "other"
+        source.server.fingerprint[name] = "other"
+        words = f"{name}: prefill has 'other', decode has {target.fingerprint[name]!r}"
+        for checked in (True, False):
+            if not checked:
+                answer = {"fingerprint": source.server.fingerprint, "ranks": source.server.ranks}
+                source.server._answer = lambda message, answer=answer: answer
+            caplog.clear()
+            target.load(source, "a", HERE, THERE)
+            assert only(target.run()) == (set(), {"a"})
+            assert words in caplog.text
+            assert ("refused by prefill" in caplog.text) == checked
+
+
+def test_another_engine_at_the_same_address_is_refused(caplog):
+    with sides() as (source, target):
+        stranger = source.engine
+        source.server.engine = "restarted"
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == (set(), {"a"})
+        assert f"engine: asked for {stranger}, this is restarted" in caplog.text
+
+
+def test_no_answer_is_a_failure_after_one_retry():
+    with sides({}, {"control_timeout_seconds": 0.3}) as (source, target):
+        source.server.close()
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == (set(), {"a"})
+        assert counts(target)["retries"] == 1
+        assert counts(target)["failed_handshake"] == 1
+
+
+def test_prefill_gone_between_handshake_and_read():
+    with sides({}, {"control_timeout_seconds": 0.3}) as (source, target):
+        source.leases.hold("a")
+        target.load(source, "a", [1], [1])
+        assert only(target.run()) == ({"a"}, set())
+        source.server.close()
+        source.ranks[0].agent.close()
+        target.load(source, "b", HERE, THERE)
+        assert only(target.run()) == (set(), {"b"})
+        assert counts(target)["failed_handshake"] + counts(target)["failed_read"] == 1
+        assert len(target.ranks[0].reader.peers) == 0
+
+
+def test_a_read_that_times_out_is_cancelled_and_its_blocks_stay_untouched():
+    with sides({"nixl_progress": "poll"}, {"read_timeout_seconds": 0.5}) as (source, target):
+        # A prefill process that hangs: it answers handshakes and moves no transport.
+        agent = source.ranks[0].agent
+        agent._closed.set()
+        agent._poller.join()
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == (set(), {"a"})
+        assert counts(target)["failed_timeout"] == 1
+        assert target.ranks[0].reader.loads == {}
+        assert len(target.ranks[0].reader.peers) == 0
+        after = target.ranks[0].rows.bytes.clone()
+        time.sleep(0.3)
+        assert torch.equal(target.ranks[0].rows.bytes, after)
+        agent._closed.clear()
+
+
+def test_blocks_released_before_the_commit_are_not_used():
+    with sides({"lease_seconds": 0.2}) as (source, target):
+        source.leases.hold("a")
+        time.sleep(0.3)
+        assert source.leases.take_released().expired == {"a"}
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == (set(), {"a"})
+        assert counts(target)["failed_stale"] == 1
+        assert source.leases.unknown_messages == 1
+
+
+def test_a_waiting_request_keeps_its_lease_by_renewal():
+    with sides({"lease_seconds": 0.3}) as (source, target):
+        source.leases.hold("a")
+        client = target.ranks[0].client
+        for _ in range(5):
+            time.sleep(0.15)
+            answer = client.ask(
+                "127.0.0.1", source.port, source.engine, "renew", requests=["a", "b"]
+            ).result()
+            assert answer["held"] == {"a": True, "b": False}
+            assert not source.leases.take_released().all
+        time.sleep(0.4)
+        assert source.leases.take_released().expired == {"a"}
+
+
+def test_duplicate_commits_and_two_readers():
+    """Released after the expected number of distinct commits, once (public case C38)."""
+    leases = LeaseTable(30.0)
+    leases.hold("a")
+    assert leases.commit("a", "one", 0, 2) and leases.commit("a", "one", 0, 2)
+    assert not leases.take_released().all
+    assert leases.commit("a", "two", 1, 2)
+    assert not leases.take_released().all
+    assert leases.commit("a", "one", 1, 2)
+    # The other engine had not committed everything: it may have read what was freed.
+    assert not leases.commit("a", "two", 0, 2)
+    assert leases.take_released().done == {"a"}
+    assert not leases.commit("a", "one", 1, 2)
+    assert not leases.take_released().all
+    assert leases.unknown_messages == 2
+
+
+def test_malformed_messages_do_not_end_the_side_channel():
+    with sides() as (source, target), zmq.Context() as context:
+        with context.socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{source.port}")
+            fine = {"wire": 1, "to": source.engine}
+            for message in (b"\xff", msgspec.msgpack.encode([1]), msgspec.msgpack.encode(fine)):
+                socket.send(message)
+                assert socket.poll(2000)
+                assert "refused" in msgspec.msgpack.decode(socket.recv())
+            socket.send(msgspec.msgpack.encode(fine | {"wire": 99, "op": "hello"}))
+            assert socket.poll(2000)
+            refusal = msgspec.msgpack.decode(socket.recv())["refused"]
+            assert refusal == "package format: prefill has 1, decode has 99"
+        source.leases.hold("a")
+        target.load(source, "a", [1], [1])
+        assert only(target.run()) == ({"a"}, set())
+
+
+def test_bad_block_ids_fail_the_load_alone():
+    with sides() as (source, target):
+        source.leases.hold("a")
+        source.leases.hold("b")
+        target.load(source, "a", [1, 2], [3, BLOCKS])
+        target.load(source, "c", [1, 2], [3])
+        target.load(source, "b", [4], [5])
+        assert only(target.run()) == ({"b"}, {"a", "c"})
+
+
+def test_nothing_is_left():
+    """Threads, registrations and loads after 30 rounds of both ends of a transfer."""
+    threads = threading.active_count()
+    with sides() as (source, target):
+        for i in range(30):
+            source.leases.hold(f"{i}")
+            target.load(source, f"{i}", HERE, THERE)
+            if i % 3 == 0:
+                target.load(source, f"x{i}", [1], [BLOCKS + 1])
+            target.run()
+            source.leases.take_released()
+        assert target.ranks[0].agent.registrations == source.ranks[0].agent.registrations == 1
+        assert len(source.leases) == 0
+    assert threading.active_count() == threads
+
+
+TOKENS = list(range(6 * 128 - 5))
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (4, 2), (8, 4)])
+def test_debug_checks_pass_for_good_blocks(prefill, decode):
+    debug = {"debug_checks": True}
+    with sides(debug | {"tp": prefill}, debug | {"tp": decode}) as (source, target):
+        marks = identities(TOKENS)
+        for rank in source.ranks:
+            rank.table.publish(THERE, marks)
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE, marks)
+        assert target.run() == [({"a"}, set())] * decode
+        assert arrived(source, target)
+        assert all(rank.agent.registrations == 2 for rank in target.ranks)
+
+
+def _torn(source):
+    row = source.ranks[0].rows.row
+    last = row.pages[-1]
+    source.ranks[0].rows.bytes[THERE[4], last.offset + last.page.page_bytes - 1] ^= 1
+
+
+def _reused(source):
+    source.ranks[0].table.withdraw(THERE)
+    source.ranks[0].table.publish(THERE, identities([7, *TOKENS[1:]]))
+
+
+def _withdrawn(source):
+    source.ranks[0].table.withdraw(THERE[2:3])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "counter", "words"),
+    [
+        (_torn, "failed_check", "block 4: checksum of run"),
+        (_reused, "failed_check", "block 0: identity expected"),
+        (_withdrawn, "failed_timeout", "not there after"),
+    ],
+)
+def test_debug_checks_catch_bad_blocks(spoil, counter, words, caplog):
+    debug = {"debug_checks": True, "read_timeout_seconds": 1.0}
+    with sides(debug, debug) as (source, target):
+        marks = identities(TOKENS)
+        source.ranks[0].table.publish(THERE, marks)
+        spoil(source)
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE, marks)
+        assert only(target.run()) == (set(), {"a"})
+        assert counts(target)[counter] == 1
+        assert words in caplog.text
+        assert target.ranks[0].agent.registrations == 2
+
+
+def test_shared_blocks_stay_published_until_the_last_holder():
+    with sides({"debug_checks": True}) as (source, _):
+        table, marks = source.ranks[0].table, identities(TOKENS)
+        table.publish(THERE, marks)
+        table.publish(THERE[:2], marks[:2])
+        table.withdraw(THERE)
+        assert (table.table[THERE[:2], 0] == torch.tensor(marks[:2])).all()
+        assert (table.table[THERE[2:], 0] == 0).all()
+        table.withdraw(THERE[:2])
+        assert (table.table[:, 0] == 0).all()
+
+
+def test_identities_are_of_the_whole_prefix():
+    base = identities(list(range(300)))
+    assert len(base) == 3 and 0 not in base
+    assert identities(list(range(256))) == base[:2]
+    changed = identities([1, *range(1, 300)])
+    assert all(a != b for a, b in zip(base, changed, strict=True))
+    assert identities(list(range(299)))[2] != base[2]
+    assert identities([]) == []
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pages_of_vllms_packing_are_converted_on_arrival(order, tp):
+    """The prefill side's pages are what vLLM's own NVFP4 writer would leave."""
+    foreign = {"packing": f"vllm-{order}", "tp": tp}
+    with sides(foreign, {"convert_packing": True, "tp": tp}) as (source, target):
+        for i, rank in enumerate(source.ranks):
+            rows = rank.rows
+            for page in rows.row.pages:
+                if page.sharded:
+                    span = slice(page.offset, page.offset + page.page.page_bytes)
+                    rows.bytes[:, span] = to_vllm(rows.bytes[:, span], page.page, order.upper())
+            assert not torch.equal(rows.bytes, source.share(source.whole, i))
+        before = target.ranks[0].rows.bytes.clone()
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert target.run() == [({"a"}, set())] * tp
+        assert arrived(source, target)
+        others = [b for b in range(BLOCKS) if b not in HERE]
+        assert torch.equal(target.ranks[0].rows.bytes[others], before[others])
+        assert counts(target)["descriptors"] == [3]

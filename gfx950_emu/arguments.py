@@ -59,7 +59,8 @@ def pack_kernarg(kernel, args, grid, block, packet_address: int = 0) -> np.ndarr
     length = max(
         kernel.descriptor.kernarg_bytes, max((a.offset + a.size for a in kernel.args), default=0)
     )
-    block_bytes = np.zeros(max(length, 16) + 256, np.uint8)
+    raw = np.zeros(max(length, 16) + 512, np.uint8)
+    block_bytes = raw[-raw.ctypes.data % 256 :][: len(raw) - 256]  # aligned as a packet's are
     hidden = {}
     for axis, letter in enumerate("xyz"):
         hidden[f"hidden_block_count_{letter}"] = grid[axis]
@@ -79,7 +80,6 @@ def pack_kernarg(kernel, args, grid, block, packet_address: int = 0) -> np.ndarr
             data = int(hidden[a.kind]).to_bytes(a.size, "little")
             block_bytes[a.offset : a.offset + a.size] = np.frombuffer(data, np.uint8)
     return block_bytes
-
 
 
 def loaded_image(code_object) -> tuple[np.ndarray, int]:

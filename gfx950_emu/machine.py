@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from gfx950_emu.report import Report
 from gfx950_emu.run import Run
-from gfx950_emu.settings import Checks, DeviceModel, Schedule
+from gfx950_emu.settings import Checks, DeviceModel, Fault, Schedule
 
 
 def _three(value: int | Sequence[int]) -> tuple[int, int, int]:
@@ -51,7 +51,7 @@ class Machine:
         self.schedule = schedule or Schedule()
         self.checks = checks
         self.queue: list[Queued] = []
-        self.killed: set[int] = set()
+        self.faults: list[Fault] = []
 
     def launch(self, code_object, kernel, grid, block, args, *, lds_bytes=0, rank=0, stream=0,
                delay=0, buffers=()) -> int:  # fmt: skip
@@ -75,22 +75,28 @@ class Machine:
         )
         return len(self.queue) - 1
 
+    def inject(self, fault: Fault) -> None:
+        """Every run from now on has this fault; the report says when it happened."""
+        self.faults.append(fault)
+
     def kill_rank(self, rank: int) -> None:
-        """Fault injection: the rank's launches never start."""
-        self.killed.add(rank)
+        """The rank's launches never start."""
+        self.inject(Fault("kill", rank, after_instructions=0))
 
     def run(self) -> Report:
         return Run(self).run()
 
 
 def launch(code_object, kernel, grid, block, args, *, lds_bytes=0, ranks=1, device=None,
-           schedule=None, checks=Checks.ALL, buffers=()) -> Report:  # fmt: skip
+           schedule=None, checks=Checks.ALL, buffers=(), faults=()) -> Report:  # fmt: skip
     """Run one kernel to its end, on `ranks` ranks at once.
 
     `args`: a list for all ranks, or a list of `ranks` lists. lds_bytes comes on top of what the
     code object declares (Triton's shared memory).
     """
     machine = Machine(device, schedule, checks)
+    for fault in faults:
+        machine.inject(fault)
     each = ranks > 1 and len(args) == ranks and all(isinstance(a, (list, tuple)) for a in args)
     for rank in range(ranks):
         machine.launch(code_object, kernel, grid, block, args[rank] if each else args,

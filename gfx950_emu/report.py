@@ -57,6 +57,12 @@ COUNTER_NAMES = [
     "dma_bytes",
     "read_lines",
     "write_lines",
+    "read_lines_l2",
+    "write_lines_l2",
+    "read_lines_l1",
+    "write_lines_l1",
+    "read_lines_instructions",
+    "write_lines_instructions",
     "waves",
     "workgroups",
     "barriers",
@@ -171,9 +177,33 @@ class LaunchReport:
         return self.counters["executed"] - self.counters["spin"]
 
     @property
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Bytes of global memory by level, {"read": ..., "written": ...} each: a count, no timing.
+
+        lanes: what the lanes ask for (a scalar load once a wave, an atomic both ways).
+        instructions: the 128-byte lines of each wave-instruction, as if there were no cache.
+        l1, l2, hbm: lines that a CU, an XCD, the launch touches, each once: caches that start
+        empty and never forget. A line that is stored to counts whole; scope bits and scratch
+        memory count for nothing.
+        """
+        c = self.counters
+        levels = {
+            "lanes": {
+                "read": c["global_read_bytes"] + c["dma_bytes"] + c["smem_bytes"]
+                + c["atomic_bytes"],
+                "written": c["global_write_bytes"] + c["atomic_bytes"],
+            }
+        }  # fmt: skip
+        for name, end in (("instructions", "_instructions"), ("l1", "_l1"), ("l2", "_l2"),
+                          ("hbm", "")):  # fmt: skip
+            read, written = c[f"read_lines{end}"], c[f"write_lines{end}"]
+            levels[name] = {"read": 128 * read, "written": 128 * written}
+        return levels
+
+    @property
     def hbm_bytes(self) -> int:
         """Unique 128-byte lines that were read, and written, once each."""
-        return 128 * (self.counters["read_lines"] + self.counters["write_lines"])
+        return sum(self.traffic["hbm"].values())
 
     def model_time(self, arch: Arch | None = None) -> dict[str, float]:
         """MODELLED seconds: a lower bound, the largest of the pipes' and the memory's times.
@@ -209,6 +239,7 @@ class Report:
     launches: tuple[LaunchReport, ...]
     executed: int  # wave-instructions of all launches
     clock: int  # virtual cycles
+    faults: tuple[str, ...] = ()  # what was injected, and when it happened
 
     @property
     def ok(self) -> bool:
@@ -223,7 +254,7 @@ class Report:
 
     def raise_for_findings(self) -> None:
         if not self.ok:
-            lines = [f"run ended as: {self.status}", *map(str, self.findings[:20])]
+            lines = [f"run ended as: {self.status}", *self.faults, *map(str, self.findings[:20])]
             raise AssertionError("\n".join(lines))
 
     def model_time(self, arch: Arch | None = None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from gfx950_emu.build import core
 from gfx950_emu.decode import decode
 from gfx950_emu.records import PIPES, opcodes
 from gfx950_emu.report import LaunchReport, Report
-from gfx950_emu.settings import DeviceModel, Schedule
+from gfx950_emu.settings import DeviceModel, Fault, Schedule
 
 if TYPE_CHECKING:
     from gfx950_emu.machine import Machine, Queued
@@ -61,6 +62,13 @@ class _Launch(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Fault(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_uint32) for n in ("action", "rank", "trigger", "pad")),
+        *((n, ctypes.c_uint64) for n in ("count", "cycles")),
+    ]
+
+
 _DECODED: dict[tuple[str, str], np.ndarray] = {}
 
 
@@ -71,12 +79,25 @@ def decoded(code_object, kernel) -> np.ndarray:
     return _DECODED[key]
 
 
+def places(kernel, where: int | str) -> list[int]:
+    """Indices of the instructions that a fault's place names: pc, source line, or text."""
+    if isinstance(where, int):
+        return [n for n, i in enumerate(kernel.instructions) if i.pc == where]
+    if re.search(r":\d+$", where):
+        return [
+            n
+            for n, i in enumerate(kernel.instructions)
+            if (kernel.line(i.pc) or "").endswith(where)
+        ]
+    return [n for n, i in enumerate(kernel.instructions) if i.text.startswith(where)]
+
+
 class Run:
     def __init__(self, machine: Machine) -> None:
         self.m = machine
         self.c = core()
         for which, struct_ in enumerate((None, _Launch, rep.FindingStruct, rep.CounterStruct,
-                                         _Device, _Schedule)):  # fmt: skip
+                                         _Device, _Schedule, _Fault)):  # fmt: skip
             if struct_ is not None:
                 assert ctypes.sizeof(struct_) == self.c.emu_sizes(which), struct_
         self.keep: list = []  # memory that must outlive the run
@@ -155,7 +176,7 @@ class Run:
             priority=d.priority,
             start_after=after,
             user_enable=enable,
-            delay_rounds=ANY if q.rank in self.m.killed else q.delay,
+            delay_rounds=q.delay,
         )
 
     def run(self) -> Report:
@@ -179,10 +200,42 @@ class Run:
             self.add_regions(handle)
             for struct_ in structs:
                 self.c.emu_add_launch(handle, ctypes.byref(struct_))
+            for fault in m.faults:
+                self.add_fault(handle, fault)
             status = self.c.emu_run(handle)
             return self.report(handle, status)
         finally:
             self.c.emu_destroy(handle)
+
+    def add_fault(self, handle, fault: Fault) -> None:
+        actions = Fault.ACTIONS
+        struct_ = _Fault(
+            actions.index(fault.action), fault.rank, fault.trigger, 0, fault.count, fault.cycles
+        )
+        number = self.c.emu_add_fault(handle, ctypes.byref(struct_))
+        if fault.at is None:
+            return
+        name, where = fault.at
+        marks = set()
+        for q in self.m.queue:
+            if q.kernel.name == name:
+                code, _ = self.codes[q.code_object.digest, name]
+                marks |= {(code, n) for n in places(q.kernel, where)}
+        if not marks:
+            raise ValueError(f"fault: no instruction of kernel {name!r} is at {where!r}")
+        for code, n in sorted(marks):
+            self.c.emu_mark(handle, number, code, n)
+
+    def fault_text(self, handle, number: int, fault: Fault) -> str:
+        facts = (ctypes.c_uint64 * 3)()
+        done = {"kill": "killed", "delay": f"delayed by {fault.cycles} cycles"}[fault.action]
+        if not self.c.emu_fault(handle, number, facts):
+            return f"rank {fault.rank} was to be {done}, the run ended before"
+        clock, executed, launches = facts
+        return (
+            f"rank {fault.rank} was {done} at cycle {clock}, after {executed} of its instructions "
+            f"and {launches} of its launches"
+        )
 
     def report(self, handle, status: int) -> Report:
         count = self.c.emu_finding_count(handle)
@@ -197,6 +250,7 @@ class Run:
             tuple(launches),
             self.c.emu_executed(handle),
             self.c.emu_clock(handle),
+            tuple(self.fault_text(handle, n, f) for n, f in enumerate(self.m.faults)),
         )
 
     def finding(self, f) -> rep.Finding:

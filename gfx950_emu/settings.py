@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import random
 from dataclasses import dataclass
 
 
@@ -52,3 +53,56 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
             raise ValueError(f"schedule {self.kind!r}: expected one of {self.KINDS}")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank that is killed, or stands still for `cycles` of the virtual clock, part-way.
+
+    When, one of: `after_instructions` wave-instructions of the rank; `at_cycle` of the clock;
+    `after_launches` of the rank's launches have finished; `at` a place, before the instruction
+    there: (kernel, where), where is a pc, a source line "file.py:81", or how instructions start,
+    "global_store"; the `arrival`-th time that a wave of the rank comes to it.
+
+    A killed rank executes nothing more; of its stores that memory has not seen yet, chance (the
+    schedule's seed) decides which ones it still sees.
+    """
+
+    action: str
+    rank: int
+    after_instructions: int | None = None
+    at_cycle: int | None = None
+    after_launches: int | None = None
+    at: tuple[str, int | str] | None = None
+    arrival: int = 1
+    cycles: int = 0
+
+    ACTIONS = ("kill", "delay")
+    TRIGGERS = ("after_instructions", "at_cycle", "after_launches", "at")
+
+    def __post_init__(self) -> None:
+        if self.action not in self.ACTIONS:
+            raise ValueError(f"fault action {self.action!r}: expected one of {self.ACTIONS}")
+        given = [name for name in self.TRIGGERS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"fault: expected exactly one of {self.TRIGGERS}, got {given}")
+        if (self.action == "delay") != (self.cycles > 0):
+            raise ValueError(f"fault cycles: a delay needs them, got {self.action}, {self.cycles}")
+        if self.arrival < 1 or (self.at is None and self.arrival != 1):
+            raise ValueError(f"fault arrival: a number from 1, with `at`; got {self.arrival}")
+
+    @property
+    def trigger(self) -> int:
+        return next(n for n, name in enumerate(self.TRIGGERS) if getattr(self, name) is not None)
+
+    @property
+    def count(self) -> int:
+        return self.arrival if self.at is not None else getattr(self, self.TRIGGERS[self.trigger])
+
+    @classmethod
+    def draw(cls, seed: int, ranks: int, instructions: int, action: str = "kill",
+             cycles: int = 0) -> Fault:  # fmt: skip
+        """Some rank, after at most `instructions` of its own; the same seed, the same fault."""
+        chance = random.Random(seed)
+        rank = chance.randrange(ranks)
+        return cls(action, rank, after_instructions=chance.randrange(instructions), cycles=cycles)

@@ -20,6 +20,7 @@ u32 emu_sizes(int which) {
     case 3: return sizeof(Counters);
     case 4: return sizeof(DeviceModel);
     case 5: return sizeof(ScheduleDesc);
+    case 6: return sizeof(FaultDesc);
     default: return 0;
   }
 }
@@ -72,6 +73,22 @@ u32 emu_add_launch(Machine* m, const LaunchDesc* d) {
   l->counts.assign(l->code->insts.size(), 0);
   m->launches.push_back(std::move(l));
   return (u32)m->launches.size() - 1;
+}
+
+u32 emu_add_fault(Machine* m, const FaultDesc* d) {
+  Fault f;
+  f.d = *d;
+  m->faults.push_back(f);
+  return (u32)m->faults.size() - 1;
+}
+void emu_mark(Machine* m, u32 fault, u32 code, u32 index) {
+  mark_instruction(*m, fault, code, index);
+}
+// Whether a fault happened; then the clock, and the rank's instructions and finished launches.
+u32 emu_fault(Machine* m, u32 k, u64* out) {
+  const Fault& f = m->faults[k];
+  out[0] = f.clock, out[1] = f.executed, out[2] = f.launches;
+  return f.fired;
 }
 
 int emu_run(Machine* m) { return run_machine(*m); }

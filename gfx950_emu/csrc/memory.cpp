@@ -24,13 +24,6 @@ void set_tag(Wave& w, int reg, int count, int cls, u64 seq) {
 
 u64 next_vm(Wave& w) { return ++w.vm_issued; }
 
-void touch_lines(Wave& w, const Region* r, u64 addr, u32 bytes, bool write) {
-  auto& bits = write ? w.launch->lines_written : w.launch->lines_read;
-  u64 first = r->line0 + (addr >> 7) - (r->base >> 7);
-  u64 last = r->line0 + ((addr + bytes - 1) >> 7) - (r->base >> 7);
-  for (u64 n = first; n <= last; n++) bits[n >> 6] |= 1ull << (n & 63);
-}
-
 u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write) {
   if (!lanes) return 0;
   Machine& m = *w.machine;
@@ -43,12 +36,7 @@ u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write) {
   u32 want = write ? 2 : 1;
   const Region* r = hi - lo < (1ull << 40) ? m.find(lo, hi - lo + bytes) : nullptr;
   if (r && (r->perms & want)) {
-    u64 prev = ~0ull;
-    for (u64 x = lanes; x; x &= x - 1) {
-      u64 a = addr[__builtin_ctzll(x)], line = a >> 7;
-      if (line != prev || ((a + bytes - 1) >> 7) != line) touch_lines(w, r, a, bytes, write);
-      prev = line;
-    }
+    touch_lanes(w, r, addr, lanes, bytes, lo, hi + bytes - 1, write);
     return lanes;
   }
   u64 good = 0;
@@ -56,7 +44,7 @@ u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write) {
     int l = __builtin_ctzll(x);
     r = m.find(addr[l], bytes);
     if (r && (r->perms & want)) {
-      touch_lines(w, r, addr[l], bytes, write);
+      touch_lanes(w, r, addr, 1ull << l, bytes, addr[l], addr[l] + bytes - 1, write);
       good |= 1ull << l;
     } else {
       report(w, write ? FK_OOB_WRITE : FK_OOB_READ, l, addr[l], bytes);

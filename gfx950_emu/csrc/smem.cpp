@@ -17,9 +17,10 @@ void load(Wave& w, const Inst& i, u64 addr, u64 limit, bool limited) {
     if (!limited || a + 4 <= limit) {
       if (const Region* r = m.find(a, 4)) {
         memcpy(&value, reinterpret_cast<void*>(a), 4);
-        auto& bits = w.launch->lines_read;
-        u64 line = r->line0 + (a >> 7) - (r->base >> 7);
-        bits[line >> 6] |= 1ull << (line & 63);
+        if (k == 0 || !(a & 127)) {
+          touch_line(w, r->line0 + (a >> 7) - (r->base >> 7), false);
+          w.launch->c.read_lines_instructions++;
+        }
       } else {
         report(w, FK_OOB_READ, 0, a, 4);
       }

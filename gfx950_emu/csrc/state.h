@@ -108,6 +108,7 @@ struct Wave {
   u64 order = 0;    // random, for the priority schedule
   u64 rank_key() const { return (u64)priority << 62 | order >> 2; }
   bool stop = false;  // leave the run loop
+  bool unexecuted = false;  // a fault stopped the wave ahead of its instruction
   bool used_clock = false;
   u32 reported = 0;
   std::vector<u8> scratch;
@@ -155,6 +156,7 @@ struct Code {
   std::vector<u8> families;
   std::vector<u8> props;
   std::unordered_map<u64, u32> index_of_pc;
+  std::unordered_map<u32, Handler> marked;  // what handlers[] held before a fault was put there
   u64 text_address = 0;  // where pc 0 is in memory
   bool sub_dword_lds = false;
 };
@@ -172,8 +174,16 @@ struct LaunchDesc {  // mirrors run.py
 struct Counters {
   u64 lds_read_bytes, lds_write_bytes, lds_accesses, lds_conflict_cycles, lds_cycles;
   u64 global_read_bytes, global_write_bytes, atomic_bytes, smem_bytes, dma_bytes;
-  u64 read_lines, write_lines;  // unique 128-byte lines
+  u64 read_lines, write_lines;  // unique 128-byte lines of the launch
+  u64 read_lines_l2, write_lines_l2, read_lines_l1, write_lines_l1;  // of each XCD, of each CU
+  u64 read_lines_instructions, write_lines_instructions;             // of each wave-instruction
   u64 waves, workgroups, barriers, spin, executed, max_resident_workgroups;
+};
+
+struct Traffic {  // by line of the machine's regions: the CUs that read it, those that stored to it
+  u32 words = 0;  // a mask of CUs
+  std::vector<std::unique_ptr<u64[]>> pages;
+  u64* line(const Machine&, u64 n);
 };
 
 struct Launch {
@@ -184,7 +194,8 @@ struct Launch {
   std::vector<u64> counts;
   Counters c{};
   std::vector<DeferredStore> orphans;  // stores of waves that have ended
-  std::vector<u64> lines_read, lines_written;  // bitmaps over the machine's regions
+  Traffic traffic;
+  bool lost = false;  // its rank was killed
   bool finished() const { return done_wg == total_wg; }
 };
 
@@ -192,7 +203,7 @@ struct Region {
   u64 base, size;
   u32 perms;  // 1 read, 2 write
   u32 id;
-  u64 line0;  // first bit in the line bitmaps
+  u64 line0;  // number of its first line
   u64 page0 = 0;  // first page in scope.cpp
 };
 
@@ -224,6 +235,23 @@ enum FindingKind : u32 {
   FK_LIMIT,
   FK_DMA_PENDING,
   FK_GLOBAL_RACE,
+};
+
+enum FaultAction : u32 { FA_KILL, FA_DELAY };
+enum FaultTrigger : u32 { FT_INSTRUCTIONS, FT_CYCLE, FT_LAUNCHES, FT_PLACE };
+struct FaultDesc {  // mirrors run.py
+  u32 action, rank, trigger, pad;
+  u64 count;   // instructions, cycles, launches, arrivals
+  u64 cycles;  // how long a delay is
+};
+struct Fault {
+  FaultDesc d;
+  bool fired = false, due = false;
+  u64 seen = 0;  // arrivals
+  u64 clock = 0, executed = 0, launches = 0;  // when it happened
+};
+struct Mark {  // a fault waits at this instruction
+  u32 fault, code, index;
 };
 
 struct DeviceModel {  // mirrors settings.py
@@ -259,6 +287,8 @@ struct Machine {
   u64 lines = 0;
   std::vector<std::unique_ptr<Code>> codes;
   std::vector<std::unique_ptr<Launch>> launches;
+  std::vector<Fault> faults;
+  std::vector<Mark> marks;
   std::vector<Finding> findings;
   std::unordered_map<u64, u32> finding_index;
   u64 clock = 0;     // virtual cycles at 2.4 GHz
@@ -299,8 +329,14 @@ void scope_launch(Machine&, u32 rank);
 
 enum TagClass { TC_VM = 0, TC_DS = 1, TC_SMEM = 2, TC_FLAT = 3 };
 
+// traffic.cpp
+void touch_line(Wave&, u64 line, bool write);
+void touch_lanes(Wave&, const Region*, const u64* addr, u64 lanes, u32 bytes, u64 lo, u64 hi,
+                 bool write);
+void count_traffic(const Machine&, Launch&);
+
 // sched.cpp
 int run_machine(Machine&);
-void start_launch(Machine&, Launch&);
+void mark_instruction(Machine&, u32 fault, u32 code, u32 index);
 
 }  // namespace emu

@@ -184,7 +184,7 @@ void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw
         break;
       }
     }
-  lanes = usable_lanes(w, r.a, lanes, bytes, true);
+  lanes = usable_lanes(w, r.a, usable_lanes(w, r.a, lanes, bytes, true), bytes, false);
   // In L2, where the rank's CUs meet; with sc1 where all ranks do. sc0 asks for the old value.
   u32 level = i.flags & F_SC1 ? 2 : 1;
   scope_read(w, r.a, lanes, bytes, level);

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gfx950_emu import CodeObject, Machine, Report, Schedule
-from tests.emulator.cases import Case, PointerTable
+from tests.emulator.cases import Args, Case, Expected, PointerTable
 from tests.emulator.corpus import CASES
 
 SCHEDULES = [
@@ -21,12 +21,10 @@ SCHEDULES = [
 QUICK = (Schedule(), SCHEDULES[2], SCHEDULES[8], SCHEDULES[12])
 
 
-def run(case: Case, schedule: Schedule, seed: int = 0) -> tuple[Report, list]:
-    """The report, and what differs from PyTorch: (rank, argument, elements)."""
+def queue(machine: Machine, case: Case, args: Args) -> None:
+    """A launch of the case on each of its ranks."""
     compiled = case.compile()
     code = CodeObject.from_bytes(compiled.code_object)
-    args = case.make_args(seed)
-    expected = case.expected(args)
     tables, buffers = {}, []
 
     def passed(value):
@@ -38,13 +36,15 @@ def run(case: Case, schedule: Schedule, seed: int = 0) -> tuple[Report, list]:
             buffers.extend(value.tensors)
         return tables[id(value)]
 
-    machine = Machine(schedule=schedule)
     for rank in range(case.ranks):
         machine.launch(
             code, compiled.kernel, case.grid, case.block, [passed(v) for v in args[rank]],
             lds_bytes=compiled.dynamic_lds_bytes, rank=rank, buffers=buffers,
         )  # fmt: skip
-    report = machine.run()
+
+
+def differences(case: Case, args: Args, expected: Expected) -> list[tuple[int, int, int]]:
+    """What differs from PyTorch: (rank, argument, elements)."""
     wrong = []
     for rank, results in enumerate(expected):
         for position, want in results.items():
@@ -54,7 +54,17 @@ def run(case: Case, schedule: Schedule, seed: int = 0) -> tuple[Report, list]:
             good = ((got - want).abs() <= limit) | (got == want) | (got.isnan() & want.isnan())
             if not good.all():
                 wrong.append((rank, position, int((~good).sum())))
-    return report, wrong
+    return wrong
+
+
+def run(case: Case, schedule: Schedule, seed: int = 0) -> tuple[Report, list]:
+    """The report, and what differs from PyTorch."""
+    args = case.make_args(seed)
+    expected = case.expected(args)
+    machine = Machine(schedule=schedule)
+    queue(machine, case, args)
+    report = machine.run()
+    return report, differences(case, args, expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

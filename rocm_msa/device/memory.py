@@ -26,6 +26,14 @@ class Bytes:
 
     pointer: ir.Value  # !llvm.ptr of global memory or LDS
 
+    # FlyDSL carries through a loop or branch what a method is called on.
+    def __extract_to_ir_values__(self) -> list[ir.Value]:
+        return [self.pointer]
+
+    @classmethod
+    def __construct_from_ir_values__(cls, values, exemplar=None) -> Bytes:
+        return cls(values[0])
+
     def at(self, offset) -> Bytes:
         """The place `offset` bytes on; an int, Int32 or Int64."""
         dynamic = [] if isinstance(offset, int) else [offset.ir_value()]
@@ -74,8 +82,20 @@ def global_address(address: fx.Int64) -> Bytes:
 
 
 def lds_bytes(size: int) -> Bytes:
-    """A new region of LDS of this kernel, `size` bytes, 16-byte aligned."""
-    return Bytes(fx.SharedAllocator().allocate(size, LDS_ALIGN).peek().ptr.llvm_ptr)
+    """The LDS of this kernel as one region of `size` bytes, 16-byte aligned."""
+    return lds_regions(size)[0]
+
+
+def lds_regions(*sizes: int) -> list[Bytes]:
+    """The LDS of this kernel as regions of so many bytes, 16-byte aligned; 0 gives None.
+
+    To be called once a kernel. The compiler takes regions for separate memory: an access that
+    leaves its own is an error.
+    """
+    lds = fx.SharedAllocator()
+    return [
+        Bytes(lds.allocate(size, LDS_ALIGN).peek().ptr.llvm_ptr) if size else None for size in sizes
+    ]
 
 
 def lds_atomic_add(place: Bytes, value: fx.Int32) -> fx.Int32:

@@ -23,6 +23,7 @@ TILE = 16
 K_FP8, K_BF16 = 128, 32
 FP8_WORDS = 8  # dwords a lane of an FP8 operand; FP4 and bf16 operands take 4
 _E4M3, _E2M1 = 0, 4  # format codes of the instruction
+_UNIT_SCALE = 127  # E8M0
 
 
 def zeros() -> fx.Vector:
@@ -30,9 +31,9 @@ def zeros() -> fx.Vector:
     return fx.Vector.filled(4, 0.0, fx.Float32)
 
 
-def mfma_fp8(a, b, c) -> fx.Vector:
-    """E4M3 x E4M3, K = 128; a, b: 8 words (Int32 or Uint32 Vector)."""
-    return _f8f6f4(a, b, c, _E4M3, _E4M3)
+def mfma_fp8(a, b, c, b_exponent: int = 0) -> fx.Vector:
+    """E4M3 x E4M3 2^b_exponent, K = 128; a, b: 8 words (Int32 or Uint32 Vector)."""
+    return _f8f6f4(a, b, c, _E4M3, _E4M3, b_exponent)
 
 
 def mfma_fp4_fp8(a, b, c) -> fx.Vector:
@@ -47,8 +48,12 @@ def mfma_bf16(a, b, c) -> fx.Vector:
     return fx.Vector(rocdl.mfma_f32_16x16x32_bf16(kind, [*operands, c.ir_value()]))
 
 
-def _f8f6f4(a, b, c, kind_a: int, kind_b: int) -> fx.Vector:
+def _f8f6f4(a, b, c, kind_a: int, kind_b: int, b_exponent: int = 0) -> fx.Vector:
     kind = fx.Vector.make_type(4, fx.Float32)
     # Constant zero scales stand for the instruction without scales.
-    operands = [a.ir_value(), b.ir_value(), c.ir_value(), kind_a, kind_b, 0, 0, 0, 0]
+    scales = [0, 0, 0, 0]
+    if b_exponent:
+        scale_a, scale_b = (fx.Int32(_UNIT_SCALE + e).ir_value() for e in (0, b_exponent))
+        scales = [0, scale_a, 0, scale_b]  # the lowest byte of each
+    operands = [a.ir_value(), b.ir_value(), c.ir_value(), kind_a, kind_b, *scales]
     return fx.Vector(rocdl.mfma_scale_f32_16x16x128_f8f6f4(kind, operands))

@@ -33,6 +33,11 @@ def uniform(value):
     return type(value)(rocdl.readfirstlane(value.dtype.ir_type, value.ir_value()))
 
 
+def lane_value(value, lane: int):
+    """The value of one lane in a scalar register (v_readlane), 32 bits."""
+    return type(value)(rocdl.readlane(value.dtype.ir_type, value.ir_value(), lane))
+
+
 def exp2(x: fx.Float32) -> fx.Float32:
     """2^x (v_exp_f32): within 1 ulp, subnormal results flushed, exp2(-inf) = 0."""
     return _f32("llvm.amdgcn.exp2.f32", x)
@@ -53,6 +58,11 @@ def maximum(x: fx.Float32, y: fx.Float32) -> fx.Float32:
     return fx.Float32(llvm.intr_maxnum(x.ir_value(), y.ir_value()))
 
 
+def magnitude(x: fx.Float32) -> fx.Float32:
+    """|x|: an operand's modifier."""
+    return fx.Float32(llvm.intr_fabs(x.ir_value()))
+
+
 def column_max(x: fx.Float32) -> fx.Float32:
     """Maximum of the four lanes of a column, in all four."""
     return _across_rows(x, maximum)
@@ -61,6 +71,11 @@ def column_max(x: fx.Float32) -> fx.Float32:
 def column_sum(x: fx.Float32) -> fx.Float32:
     """Sum of the four lanes of a column, in all four."""
     return _across_rows(x, lambda a, b: a + b)
+
+
+def column_reduce(x, combine):
+    """Combine the four lanes of a column, in all four; `combine` commutes and associates."""
+    return _across_rows(x, combine)
 
 
 def row_reduce(x, combine):

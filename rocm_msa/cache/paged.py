@@ -297,7 +297,8 @@ def page_rows(tensor: torch.Tensor, page: Page) -> torch.Tensor:
 
 def _finite_bf16(x: torch.Tensor) -> torch.Tensor:
     """bf16 cast, NaN -> 0 with its sign, +-inf -> the largest finite value."""
+    # The cast may lose the sign of a NaN.
+    zero = torch.copysign(torch.zeros_like(x), x).to(torch.bfloat16)
     x = x.to(torch.bfloat16)
     limit = torch.finfo(torch.bfloat16).max
-    zero = torch.copysign(torch.zeros_like(x), x)
     return torch.where(x.isnan(), zero, x.clamp(-limit, limit))

@@ -1,0 +1,323 @@
+"""Traced code of qkv_insert for gfx950.
+
+    wave = one head of build.wave_tokens tokens      lane = 8 neighbouring values of one of them
+    a lane loads 8 values, normalises (lanes of a head exchange sums), rotates (lanes exchange the
+    other half), rounds to the activation dtype, and stores to q, index_q or, encoded, to a page
+
+Value heads skip norm and rotation by a selection, so that all waves run the same code up to the
+stores. What a wave stores depends on its head alone: no divergence but for dead tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+
+from rocm_msa.cache.dtype import CacheDType
+from rocm_msa.config import BLOCK_TOKENS
+from rocm_msa.device import quantise
+from rocm_msa.device.convert import bf16_values, bf16_word, f16_values, f16_word
+from rocm_msa.device.memory import Bytes, global_address, global_bytes
+from rocm_msa.device.norm import gemma_norm
+from rocm_msa.device.rope import rotate
+from rocm_msa.device.wave import WAVE, lane_id, wave_id
+from rocm_msa.flydsl_compile import Compiled, compile_flydsl
+from rocm_msa.layout import Layout
+from rocm_msa.ops.qkv_insert.flydsl_gfx950 import ALIGN, LANE_VALUES, WAVES, Build
+
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def _load(place: Bytes, dtype: str) -> tuple[list, list]:
+    """A lane's 8 values at `place`: (fp32 values, the words they came in)."""
+    words = []
+    for i in range(LANE_VALUES * ITEM_BYTES[dtype] // ALIGN):
+        vector = place.load(fx.Uint32, 4, offset=i * ALIGN)
+        words += [vector[j] for j in range(4)]
+    return _values(words, dtype), words
+
+
+def _vector(values: list) -> fx.Vector:
+    return fx.Vector.from_elements(values, fx.Float32)
+
+
+def _values(words: list, dtype: str) -> list:
+    if dtype == "fp32":
+        return [word.bitcast(fx.Float32) for word in words]
+    unpack = bf16_values if dtype == "bf16" else f16_values
+    return [x for word in words for x in unpack(word)]
+
+
+def _rounded_words(values: list, dtype: str) -> list:
+    """8 fp32 values in the activation dtype, nearest even."""
+    if dtype == "fp32":
+        return [x.bitcast(fx.Uint32) for x in values]
+    pack = bf16_word if dtype == "bf16" else f16_word
+    return [fx.Uint32(pack(values[i], values[i + 1])) for i in range(0, LANE_VALUES, 2)]
+
+
+def _store(place: Bytes, words: list, align: int = ALIGN) -> None:
+    for i in range(0, len(words), 4):
+        part = words[i : i + 4]
+        value = part[0] if len(part) == 1 else fx.Vector.from_elements(part, fx.Uint32)
+        place.store(value, offset=4 * i, align=align)
+
+
+def _integer(address: fx.Int64, step: fx.Int32, high_at: fx.Int32, i: fx.Int32) -> fx.Int64:
+    """Element i of an int32 (high_at 0) or int64 (high_at 4) vector, `step` bytes apart."""
+    place = global_address(address).at(fx.Int64(fx.Uint32(i * step)))
+    low = place.load(fx.Int32)
+    high = (high_at == 0).select(low >> 31, place.load(fx.Int32, offset=high_at))
+    return (fx.Int64(high) << 32) | fx.Int64(fx.Uint32(low))
+
+
+def _address(pointer: fx.Pointer) -> fx.Int64:
+    return fx.Int64(fx.ptrtoint(pointer))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Which part of the fused projection a wave's head lies in: q, k, v, index q or index k."""
+
+    before_k: fx.Boolean
+    before_v: fx.Boolean
+    before_index: fx.Boolean
+    before_index_k: fx.Boolean
+    is_query: fx.Boolean  # q or index q
+
+    @classmethod
+    def of(cls, build: Build, head: fx.Int32) -> _Kind:
+        first_v, first_index = build.q + build.kv, build.q + 2 * build.kv
+        before_index, before_index_k = head < first_index, head < first_index + build.index
+        is_query = (head < build.q) | ((head >= first_index) & before_index_k)
+        return cls(head < build.q, head < first_v, before_index, before_index_k, is_query)
+
+    def pick(self, q, k, v, index_q, index_k):
+        """The one of five values that belongs to the head."""
+        index = self.before_index_k.select(index_q, index_k)
+        found = self.before_v.select(k, self.before_index.select(v, index))
+        return self.before_k.select(q, found)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a head's vectors go in a cache. base: address of the head's run in page 0; stride:
+    bytes between pages; data, scales: byte offsets in the run; scale: the global one."""
+
+    base: fx.Int64
+    stride: fx.Int64
+    scale: fx.Float32
+    data: fx.Int32
+    scales: fx.Int32
+
+
+def _encode_and_store(
+    values: list, target: _Target, slot: fx.Int64, part: fx.Int32, dtype: CacheDType, head_dim: int
+) -> None:
+    """Encode a lane's 8 values and store them and, from every second lane, the block scale."""
+    token = fx.Int32(slot) & (BLOCK_TOKENS - 1)
+    page = global_address(target.base + (slot >> (BLOCK_TOKENS.bit_length() - 1)) * target.stride)
+    row = dtype.data_bytes(head_dim)
+    lane_bytes = row * LANE_VALUES // head_dim
+    place = page.at(target.data + token * row + part * lane_bytes)
+    if dtype is CacheDType.NVFP4:
+        word, scale = quantise.nvfp4(values, target.scale)
+        _store(place, [word], align=1)
+        groups = dtype.scale_bytes(head_dim)
+        at = target.scales + token * groups + (part >> 1)
+        _store_scale(page.at(at), scale, part)
+    elif dtype is CacheDType.FP8:
+        _store(place, quantise.fp8(values, target.scale), align=1)
+    else:
+        _store(place, quantise.bf16(values), align=1)
+
+
+@flyc.jit
+def _store_scale(place: Bytes, scale: fx.Int32, part: fx.Int32):
+    if (part & 1) == 0:
+        place.store(scale.to(fx.Uint8))
+
+
+def _region(layout: Layout, name: str) -> int:
+    return layout[name].offset if name in layout else 0
+
+
+def compile_kernel(build: Build) -> Compiled:
+    q_heads, kv, index = build.q, build.kv, build.index
+    first_v, first_index = q_heads + kv, q_heads + 2 * kv
+    lanes, dim, dtype = build.head_lanes, build.head_dim, build.dtype
+    item = ITEM_BYTES[dtype]
+    main_dtype = CacheDType(build.main_dtype)
+    index_dtype = CacheDType(build.index_dtype) if index else None
+    head_bytes = build.main_layout.nbytes
+    # q, k, v, index_q, index_k
+    data_offsets = [0, 0, build.main_layout["v_data"].offset, 0, 0]
+    scale_offsets = [0, *(_region(build.main_layout, n) for n in ("k_scales", "v_scales")), 0]
+    scale_offsets.append(_region(build.index_layout, "k_scales") if index else 0)
+    half = build.rotary_dim // 2
+    half_lanes = half // LANE_VALUES
+    rope_item = ITEM_BYTES[build.rope_dtype]
+
+    @flyc.kernel(name=build.symbol)
+    def kernel(
+        qkv: fx.Pointer,  # [tokens, heads * head_dim]
+        qkv_row: fx.Int64,  # bytes
+        tokens: fx.Int32,
+        weight_q: fx.Pointer,  # [head_dim] each
+        weight_k: fx.Pointer,
+        weight_index_q: fx.Pointer,
+        weight_index_k: fx.Pointer,
+        eps: fx.Float32,
+        cos_sin: fx.Pointer,  # [max_position, rotary_dim]
+        cos_sin_row: fx.Int64,  # bytes
+        max_position: fx.Int32,
+        positions: fx.Pointer,  # [tokens] int32 or int64; step and high: see _integer
+        position_step: fx.Int32,
+        position_high: fx.Int32,
+        main_slots: fx.Pointer,  # [tokens]
+        main_slot_step: fx.Int32,
+        main_slot_high: fx.Int32,
+        index_slots: fx.Pointer,  # [tokens]
+        index_slot_step: fx.Int32,
+        index_slot_high: fx.Int32,
+        main_pages: fx.Pointer,
+        main_stride: fx.Int64,  # bytes
+        main_limit: fx.Int64,  # slots
+        k_scale: fx.Float32,
+        v_scale: fx.Float32,
+        index_pages: fx.Pointer,
+        index_stride: fx.Int64,
+        index_limit: fx.Int64,
+        index_scale: fx.Float32,
+        q_out: fx.Pointer,  # [tokens, q, head_dim]
+        index_q_out: fx.Pointer,  # [tokens, index, head_dim]
+    ):
+        head = fx.Int32(fx.block_idx.y) * WAVES + wave_id()
+        lane = lane_id()
+        part = lane % lanes
+        token = fx.Int32(fx.block_idx.x) * build.wave_tokens + lane // lanes
+        live = token < tokens
+        t = live.select(token, tokens - 1)  # dead lanes load what the last token does
+        if head < build.heads:
+            kind = _Kind.of(build, head)
+            pick = kind.pick
+
+            # First all loads, so that their latencies overlap.
+            offset = fx.Int64(head * (dim * item) + part * (LANE_VALUES * item))
+            raw, raw_words = _load(global_bytes(qkv).at(fx.Int64(t) * qkv_row + offset), dtype)
+            position = _integer(_address(positions), position_step, position_high, t)
+            main, other = _address(main_slots), _address(index_slots)
+            slot = _integer(
+                pick(main, main, main, other, other),
+                pick(*[main_slot_step] * 3, *[index_slot_step] * 2),
+                pick(*[main_slot_high] * 3, *[index_slot_high] * 2),
+                t,
+            )
+            w = [_address(p) for p in (weight_q, weight_k, weight_index_q, weight_index_k)]
+            weight = global_address(pick(w[0], w[1], w[1], w[2], w[3]))
+            at = part * (LANE_VALUES * ITEM_BYTES[build.weight_dtype])
+            weights, _ = _load(weight.at(at), build.weight_dtype)
+            position = fx.max(fx.min(position, fx.Int64(max_position - 1)), fx.Int64(0))
+            angle = (part & (half_lanes - 1)) * (LANE_VALUES * rope_item)
+            angles = global_bytes(cos_sin).at(position * cos_sin_row + fx.Int64(angle))
+            cos, _ = _load(angles, build.rope_dtype)
+            sin, _ = _load(angles.at(half * rope_item), build.rope_dtype)
+
+            normed = gemma_norm(_vector(raw), _vector(weights), eps, lanes)
+            turned = normed
+            if part < 2 * half_lanes:
+                turned = rotate(normed, _vector(cos), _vector(sin), part, half_lanes)
+            rounded = _rounded_words([turned[i] for i in range(LANE_VALUES)], dtype)
+            is_v = kind.before_index & (head >= first_v)
+            words = [is_v.select(a, b) for a, b in zip(raw_words, rounded, strict=True)]
+
+            if kind.is_query:
+                first, count = fx.Int32(0), fx.Int32(q_heads)
+                other_first, other_count = fx.Int32(first_index), fx.Int32(index)
+                vector = fx.Int64(token) * fx.Int64(
+                    pick(count, count, count, other_count, other_count)
+                ) + fx.Int64(head - pick(first, first, first, other_first, other_first))
+                out = pick(*[_address(q_out)] * 3, *[_address(index_q_out)] * 2)
+                place = global_address(out + vector * (dim * item)).at(part * (LANE_VALUES * item))
+                if live:
+                    _store(place, words)
+            else:
+                slots = pick(*[main_limit] * 3, *[index_limit] * 2)
+                target = _Target(
+                    pick(
+                        fx.Int64(0),
+                        _address(main_pages) + fx.Int64((head - q_heads) * head_bytes),
+                        _address(main_pages) + fx.Int64((head - first_v) * head_bytes),
+                        fx.Int64(0),
+                        _address(index_pages),
+                    ),
+                    pick(*[main_stride] * 3, *[index_stride] * 2),
+                    pick(k_scale, k_scale, v_scale, index_scale, index_scale),
+                    pick(*[fx.Int32(n) for n in data_offsets]),
+                    pick(*[fx.Int32(n) for n in scale_offsets]),
+                )
+                if live & (slot >= fx.Int64(0)) & (slot < slots):
+                    values = _values(words, dtype)
+                    if fx.const_expr(index == 0 or build.index_dtype == build.main_dtype):
+                        _encode_and_store(values, target, slot, part, main_dtype, dim)
+                    else:
+                        if kind.before_index:
+                            _encode_and_store(values, target, slot, part, main_dtype, dim)
+                        else:
+                            _encode_and_store(values, target, slot, part, index_dtype, dim)
+
+    return _compile(kernel)
+
+
+def _compile(kernel) -> Compiled:
+    @flyc.jit
+    def launch(
+        qkv: fx.Pointer,
+        qkv_row: fx.Int64,
+        tokens: fx.Int32,
+        weight_q: fx.Pointer,
+        weight_k: fx.Pointer,
+        weight_index_q: fx.Pointer,
+        weight_index_k: fx.Pointer,
+        eps: fx.Float32,
+        cos_sin: fx.Pointer,
+        cos_sin_row: fx.Int64,
+        max_position: fx.Int32,
+        positions: fx.Pointer,
+        position_step: fx.Int32,
+        position_high: fx.Int32,
+        main_slots: fx.Pointer,
+        main_slot_step: fx.Int32,
+        main_slot_high: fx.Int32,
+        index_slots: fx.Pointer,
+        index_slot_step: fx.Int32,
+        index_slot_high: fx.Int32,
+        main_pages: fx.Pointer,
+        main_stride: fx.Int64,
+        main_limit: fx.Int64,
+        k_scale: fx.Float32,
+        v_scale: fx.Float32,
+        index_pages: fx.Pointer,
+        index_stride: fx.Int64,
+        index_limit: fx.Int64,
+        index_scale: fx.Float32,
+        q_out: fx.Pointer,
+        index_q_out: fx.Pointer,
+    ):
+        kernel(
+            qkv, qkv_row, tokens, weight_q, weight_k, weight_index_q, weight_index_k, eps,
+            cos_sin, cos_sin_row, max_position, positions, position_step, position_high,
+            main_slots, main_slot_step, main_slot_high,
+            index_slots, index_slot_step, index_slot_high,
+            main_pages, main_stride, main_limit, k_scale, v_scale,
+            index_pages, index_stride, index_limit, index_scale, q_out, index_q_out,
+        ).launch(grid=(1, 1, 1), block=(WAVES * WAVE, 1, 1))  # fmt: skip
+
+    p = flyc.from_c_void_p(fx.Uint8, None, assumed_align=1)
+    i, wide, f = 1, fx.Int64(1), 1.0
+    return compile_flydsl(
+        launch, p, wide, i, p, p, p, p, f, p, wide, i, p, i, i, p, i, i, p, i, i,
+        p, wide, wide, f, f, p, wide, wide, f, p, p, line_info=False,
+    )  # fmt: skip

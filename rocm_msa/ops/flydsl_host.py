@@ -1,4 +1,4 @@
-"""Host side shared by the FlyDSL launchers: the NVFP4 table on a device, factors, dtypes."""
+"""Host side that FlyDSL launchers share: the NVFP4 table on a device, factors, dtypes, splits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import functools
 import torch
 
 from rocm_msa.cache.dtype import CacheDType
-from rocm_msa.cache.paged import PagedCache
+from rocm_msa.cache.paged import IndexCache, PagedCache
 from rocm_msa.errors import expect
 from rocm_msa.formats import nvfp4_lut
 
+HEAD_DIM = 128
+TILE = 16  # columns of a matrix tile
+SCORE_WAVES = 4  # of a workgroup that scores blocks
+
+_PAGE_ALIGN = 16  # bytes
+_WORKGROUPS_A_CU = 8
+_LONGEST_RUN = 64  # blocks
 _QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -20,17 +27,62 @@ def lut_table(device: torch.device) -> torch.Tensor:
     return nvfp4_lut.build(nvfp4_lut.RECOMMENDED_FOLD_EXPONENT).to(device)
 
 
-def key_factor(cache: PagedCache, side: str, fold: int) -> float:
-    """What a product with a side's FP8 or bf16 values is multiplied by; `fold`: of the table."""
+def key_factor(cache: PagedCache, side: str) -> float:
+    """What a product with a side's FP8 or bf16 values is multiplied by."""
     if cache.dtype is CacheDType.BF16:
         return 1.0
     scale = float(cache.scales[side])
-    return scale * 2.0**-fold if cache.dtype is CacheDType.NVFP4 else scale
+    folded = cache.dtype is CacheDType.NVFP4
+    return scale * 2.0**-nvfp4_lut.RECOMMENDED_FOLD_EXPONENT if folded else scale
 
 
-def query_dtype(q: torch.Tensor, kind: str) -> str:
-    """bf16 or fp16; NotImplementedError for what no kernel takes."""
-    name = _QUERIES.get(q.dtype)
-    if name is None or (kind == "bf16" and name != "bf16"):
-        raise NotImplementedError(expect(f"query on flydsl, {kind} cache", "bf16", q.dtype))
-    return name
+def byte_strides(x: torch.Tensor) -> list[int]:
+    return [stride * x.element_size() for stride in x.stride()]
+
+
+def check_score_dtypes(kind: str, query: str) -> None:
+    """Build parameters of the scoring ops: the cache's dtype, the query's."""
+    CacheDType.parse(kind)
+    if query not in ("bf16", "fp16"):
+        raise ValueError(expect("query", "bf16 or fp16", query))
+    if kind == "bf16" and query != "bf16":
+        raise ValueError(expect("query", "bf16 on a bf16 cache", query))
+
+
+def scores_served(config) -> bool:
+    """Whether the scoring kernels serve a configuration, see aot.ServingConfig."""
+    bf16 = config.index_dtype is CacheDType.BF16
+    return config.head_dim == HEAD_DIM and config.dtype in (("bf16",) if bf16 else ("bf16", "fp16"))
+
+
+def score_dtypes(index_q: torch.Tensor, cache: IndexCache) -> tuple[str, str]:
+    """(dtype of the cache, of the query); NotImplementedError for what no scoring kernel takes."""
+    kind, query = cache.dtype.value, _QUERIES.get(index_q.dtype)
+    if cache.head_dim != HEAD_DIM:
+        raise NotImplementedError(expect("head_dim on flydsl", HEAD_DIM, cache.head_dim))
+    if query is None or (kind == "bf16" and query != "bf16"):
+        wanted = "bf16" if kind == "bf16" else "bf16 or fp16"
+        got = f"{index_q.dtype} on a {kind} cache"
+        raise NotImplementedError(expect("index_q.dtype on flydsl", wanted, got))
+    if index_q.stride(-1) != 1:
+        got = index_q.stride(-1)
+        raise NotImplementedError(expect("index_q.stride(-1) on flydsl", 1, got))
+    if cache.block_stride % _PAGE_ALIGN or cache.pages.data_ptr() % _PAGE_ALIGN:
+        raise NotImplementedError(
+            expect("index_cache on flydsl", f"pages aligned to {_PAGE_ALIGN} bytes", "others")
+        )
+    return kind, query
+
+
+def score_cache(cache: IndexCache) -> list:
+    """Launch arguments: pages, their stride in bytes, their number."""
+    return [cache.pages, cache.block_stride, cache.num_blocks]
+
+
+def run_length(groups: int, max_blocks: int, compute_units: int) -> int:
+    """Blocks a workgroup that scores: all waves busy, workgroups enough to even out ragged work.
+
+    groups: of rows that are scored together.
+    """
+    length = -(-groups * max_blocks // (_WORKGROUPS_A_CU * compute_units))
+    return max(SCORE_WAVES, min(_LONGEST_RUN, -(-length // SCORE_WAVES) * SCORE_WAVES))

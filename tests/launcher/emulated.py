@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedule
-from rocm_msa import launcher
+from rocm_msa import kernel_manifest, launcher
 from rocm_msa.aot import Build, compile_builds
 from rocm_msa.hip import Hip
 
@@ -228,6 +228,13 @@ def library() -> Path:
 @functools.lru_cache(maxsize=256)
 def _code_object(data: bytes) -> CodeObject:
     return CodeObject.from_bytes(data)
+
+
+def resources(build: Build) -> dict[str, int]:
+    """Registers, spills and scratch of a compiled kernel, from its manifest."""
+    with tempfile.TemporaryDirectory() as folder:
+        compile_builds([build], Path(folder), processes=1)
+        return kernel_manifest.read(Path(folder)).kernels[build.symbol].registers
 
 
 def useful(report: Report, prefix: str) -> int:

@@ -12,14 +12,12 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from gfx950_emu import CodeObject
-from rocm_msa.cache import IndexCache
-from rocm_msa.formats import nvfp4_lut
 from rocm_msa.ops import index_score_decode
 from rocm_msa.ops.index_score_decode import flydsl_gfx950 as module
 from rocm_msa.ops.index_score_decode.flydsl_gfx950 import Build
-from tests.launcher.emulated import SCHEDULES, assert_clean, emulated, useful
+from tests.launcher.emulated import SCHEDULES, assert_clean, emulated, resources, useful
 from tests.ops.cases import DTYPES, Batch, guarded, guards_intact, make_batch, queries
+from tests.ops.rounded import table_rounded
 
 TOLERANCE = 128 * 2.0**-23
 DIM, BLOCK = 128, 128
@@ -28,22 +26,6 @@ DEQUANTISE = ("v_and_", "v_perm_", "v_bitop3_", "v_lshlrev_", "v_lshrrev_")
 
 def batch(lens, dtype="nvfp4", **options) -> Batch:
     return make_batch(lens, index_dtype=dtype, dtype="bf16", head_dim=DIM, kv_heads=1, **options)
-
-
-def table_rounded(cache: IndexCache) -> IndexCache:
-    """An FP8 cache with the bytes that the kernel's table makes of an NVFP4 one."""
-    fold = nvfp4_lut.RECOMMENDED_FOLD_EXPONENT
-    layout, tokens = cache.page.head_layout, (cache.num_blocks, BLOCK)
-    data, scales = (
-        cache.pages[:, layout[name].offset : layout[name].offset + layout[name].nbytes]
-        for name in ("k_data", "k_scales")
-    )
-    values = nvfp4_lut.dequantize_via_lut(
-        data.reshape(*tokens, DIM // 2), scales.reshape(*tokens, DIM // 16), fold
-    )
-    pages = values.view(torch.uint8).reshape(cache.num_blocks, BLOCK * DIM)
-    scale = cache.scales["k"] * 2.0**-fold
-    return IndexCache.from_tensor(pages, "fp8", head_dim=DIM, k_scale=scale)
 
 
 def expected(q, b: Batch, rows: int) -> torch.Tensor:
@@ -159,7 +141,7 @@ def test_what_has_no_build_is_refused():
     b = batch([5])
     for q, rows, message in (
         (queries(1, 17, 4, DIM), 17, r"rows_per_request \* heads.*<= 64.*68"),
-        (queries(1, 1, 1, DIM, dtype=torch.float32), 1, "query on flydsl.*float32"),
+        (queries(1, 1, 1, DIM, dtype=torch.float32), 1, r"index_q\.dtype on flydsl.*float32"),
     ):
         with emulated([]), pytest.raises(NotImplementedError, match=message):
             index_score_decode(q, b.index, b.table, b.seq_lens, rows, backend="flydsl")
@@ -171,16 +153,17 @@ def test_what_has_no_build_is_refused():
         Build("bf16", "fp16", 1)
 
 
-def test_resources():
-    for build in (Build("nvfp4", "bf16", 1), Build("nvfp4", "bf16", 4), Build("fp8", "bf16", 2)):
-        (kernel,) = CodeObject.from_bytes(module.compile_build(build).code_object).kernels.values()
-        spills = kernel.vgpr_spills + kernel.sgpr_spills
-        assert (kernel.descriptor.scratch_bytes, spills, kernel.agpr_count) == (0, 0, 0)
+@pytest.mark.parametrize(
+    "build", [Build("nvfp4", "bf16", 1), Build("nvfp4", "bf16", 4), Build("fp8", "bf16", 2)]
+)
+def test_resources(build):
+    used = resources(build)
+    assert used["scratch_bytes"] == used["vgpr_spills"] == used["sgpr_spills"] == used["agpr"] == 0
 
 
 def test_counts_of_4_heads_and_4_rows(monkeypatch):
     """16 columns: two products a tile of 16 tokens, one read of each byte."""
-    monkeypatch.setattr(module, "run_length", lambda requests, max_blocks: 64)
+    monkeypatch.setattr(module.host, "run_length", lambda *_: 64)
     q = queries(10, 4, 4, DIM)
     short, long = (score(q, batch([n * BLOCK]), 4)[1] for n in (8, 16))
     blocks, words = 8, 8 * 8  # blocks more; 32-value words of a lane in them

@@ -16,18 +16,12 @@ import torch
 
 from rocm_msa import launcher
 from rocm_msa.arch import GFX950
-from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_int, expect
-from rocm_msa.formats.nvfp4_lut import RECOMMENDED_FOLD_EXPONENT
-from rocm_msa.ops.flydsl_host import key_factor, lut_table, query_dtype
+from rocm_msa.ops import flydsl_host as host
 
-HEAD_DIM = 128
-TILE = 16  # columns of a matrix tile
-WAVES = 4
-MAX_TILES = 4
-_WORKGROUPS_A_CU = 8
-_LONGEST_RUN = 64  # blocks
+MAX_TILES = 4  # of 16 columns
+MAX_PAIRS = MAX_TILES * host.TILE
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,7 @@ class Build:
     tiles: int
 
     def __post_init__(self) -> None:
-        CacheDType.parse(self.kind)
-        if self.query not in ("bf16", "fp16"):
-            raise ValueError(expect("query", "bf16 or fp16", self.query))
-        if self.kind == "bf16" and self.query != "bf16":
-            raise ValueError(expect("query", "bf16 on a bf16 cache", self.query))
+        host.check_score_dtypes(self.kind, self.query)
         check_int("tiles", self.tiles, 1)
         if self.tiles > MAX_TILES:
             raise ValueError(expect("tiles", f"<= {MAX_TILES}", self.tiles))
@@ -57,34 +47,21 @@ class Build:
         return "(max_blocks / run, requests)"
 
 
-def run_length(requests: int, max_blocks: int) -> int:
-    """Blocks a workgroup: all waves busy, workgroups enough to even out ragged requests."""
-    wanted = _WORKGROUPS_A_CU * GFX950.compute_units
-    length = -(-requests * max_blocks // wanted)
-    return max(WAVES, min(_LONGEST_RUN, -(-length // WAVES) * WAVES))
-
-
 def builds(config) -> list[Build]:
-    """For 1 row a request and for as many as 64 pairs allow; see aot.ServingConfig."""
-    kind, query = config.index_dtype.value, config.dtype
-    if config.head_dim != HEAD_DIM or query == "fp32" or (kind == "bf16" and query != "bf16"):
-        return []
-    return [Build(kind, query, tiles) for tiles in range(1, MAX_TILES + 1)]
+    """For every number of pairs; see aot.ServingConfig."""
+    tiles = range(1, MAX_TILES + 1) if host.scores_served(config) else ()
+    return [Build(config.index_dtype.value, config.dtype, count) for count in tiles]
 
 
 def needs(index_q, index_cache, block_table, seq_lens, rows_per_request, out=None) -> list[Build]:
     """The build for these arguments of index_score_decode; reads no values."""
-    if index_cache.head_dim != HEAD_DIM:
-        raise NotImplementedError(expect("head_dim on flydsl", HEAD_DIM, index_cache.head_dim))
-    if index_q.stride(-1) != 1 or index_cache.block_stride % TILE:
-        raise NotImplementedError("flydsl: expected 16-byte aligned pages and dense query vectors")
     pairs = rows_per_request * index_q.shape[1]
-    if pairs > MAX_TILES * TILE:
+    if pairs > MAX_PAIRS:
         raise NotImplementedError(
-            expect("rows_per_request * heads on flydsl", f"<= {MAX_TILES * TILE}", pairs)
+            expect("rows_per_request * heads on flydsl", f"<= {MAX_PAIRS}", pairs)
         )
-    kind = index_cache.dtype.value
-    return [Build(kind, query_dtype(index_q, kind), max(1, -(-pairs // TILE)))]
+    kind, query = host.score_dtypes(index_q, index_cache)
+    return [Build(kind, query, max(1, -(-pairs // host.TILE)))]
 
 
 def run(
@@ -103,16 +80,13 @@ def run(
         out = index_q.new_empty(heads, rows, max_blocks, dtype=torch.float32)
     if out.numel() == 0:
         return out
-    length = run_length(requests, max_blocks)
+    length = host.run_length(requests, max_blocks, GFX950.compute_units)
     launcher.launch(
         build, (-(-max_blocks // length), requests),
-        [index_q, index_q.stride(0) * index_q.element_size(),
-         index_q.stride(1) * index_q.element_size(),
-         index_cache.pages, index_cache.block_stride, index_cache.num_blocks,
-         lut_table(index_q.device),
-         block_table, *block_table.stride(), seq_lens, seq_lens.stride(0),
-         rows_per_request, heads, max_blocks, length,
-         key_factor(index_cache, "k", RECOMMENDED_FOLD_EXPONENT), out, *out.stride()],
+        [index_q, *host.byte_strides(index_q)[:2], *host.score_cache(index_cache),
+         host.lut_table(index_q.device), block_table, *block_table.stride(),
+         seq_lens, seq_lens.stride(0), rows_per_request, heads, max_blocks, length,
+         host.key_factor(index_cache, "k"), out, *out.stride()],
         index_q.device,
     )  # fmt: skip
     return out

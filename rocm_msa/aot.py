@@ -35,7 +35,10 @@ from rocm_msa.flydsl_compile import FLYDSL_VERSION, Compiled
 from rocm_msa.kernel_manifest import Argument, Entry, Manifest, ManifestError
 from rocm_msa.kernel_sources import source_digest
 
-MODULES: tuple[str, ...] = ("rocm_msa.ops.qkv_insert.flydsl_gfx950",)
+MODULES: tuple[str, ...] = (
+    "rocm_msa.ops.index_score_decode.flydsl_gfx950",
+    "rocm_msa.ops.qkv_insert.flydsl_gfx950",
+)
 """The modules of the ops that have FlyDSL kernels; an op joins with its line here."""
 
 ACTIVATION_DTYPES = ("bf16", "fp16", "fp32")

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocm_msa import aot, launcher
+from rocm_msa.ops import dispatch
 
 if TYPE_CHECKING:
     from rocm_msa.vllm_plugin.verify import Serving
 
 logger = logging.getLogger("vllm.rocm_msa")
 
+SPARSE_OPS = (
+    "qkv_insert",
+    "index_score_decode",
+    "index_score_prefill",
+    "block_topk",
+    "sparse_decode",
+    "sparse_prefill",
+)
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -24,9 +33,11 @@ def start(serving: Serving, dtype: torch.dtype) -> None:
     Raises:
         RuntimeError: kernels that cannot be used or are missing, when the options ask for them:
             `code_objects` names a folder, or `backend` is flydsl. Else that is a warning, and the
-            ops choose Triton.
+            ops choose Triton. With backend flydsl also, anywhere, an op that has none at all.
     """
     options = serving.options
+    if options.backend == "flydsl":
+        _check_ops(serving)
     if torch.version.hip is None or not torch.cuda.is_available():
         return
     device = torch.device("cuda", torch.cuda.current_device())
@@ -41,6 +52,16 @@ def start(serving: Serving, dtype: torch.dtype) -> None:
         if asked_for:
             raise RuntimeError(text) from error
         logger.warning("%s. The ops without them run on Triton", text)
+
+
+def _check_ops(serving: Serving) -> None:
+    ops = SPARSE_OPS + ("dense_attention",) * (serving.model.num_dense_layers > 0)
+    lacking = [op for op in ops if not dispatch.flydsl_run(op).exists]
+    if lacking:
+        raise RuntimeError(
+            f"backend flydsl: {', '.join(lacking)} has no FlyDSL kernels; leave the backend out, "
+            "then each op takes the first that it has"
+        )
 
 
 def _config(serving: Serving, dtype: torch.dtype) -> aot.ServingConfig:

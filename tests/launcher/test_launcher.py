@@ -1,7 +1,9 @@
 """What the launcher refuses, and what it hands to HIP."""
 
+import contextlib
 import json
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +53,39 @@ def test_the_launch_is_the_manifests(folder):
         ("wide", 24, "i64"),
     ]  # fmt: skip
     assert y.eq(0).all()
+
+
+class OnGpu:
+    """A tensor as far as the launcher looks at one."""
+
+    device = torch.device("cuda", 1)
+
+    def data_ptr(self):
+        return 4096
+
+
+def test_a_gpu_launch_takes_its_device_and_torchs_current_stream(folder, monkeypatch):
+    fake, device, entered = FakeHip(run_kernels=False), torch.device("cuda", 1), []
+
+    @contextlib.contextmanager
+    def guard(which):
+        entered.append(which)
+        yield
+
+    streams = {device: SimpleNamespace(cuda_stream=0x7700)}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    loaded = Launcher(folder, device, hip=fake.runtime())
+    assert entered == [device]
+    loaded.launch(ONE, (1,), [OnGpu(), OnGpu(), 1.0, 4, 5])
+    assert entered == [device, device]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    loaded.launch(ONE, (1,), [OnGpu(), OnGpu(), 1.0, 4, 5])
+    assert entered == [device, device]
+    assert [call.stream for call in fake.calls] == [0x7700, 0x7700]
+    with pytest.raises(ValueError, match="argument x: expected on cuda:1, got cpu"):
+        loaded.launch(ONE, (1,), GOOD)
 
 
 def test_gaps_between_arguments_are_zero_bytes():

@@ -1,5 +1,6 @@
 """Compiled kernels at start-up: loaded on gfx950, refused or warned of, ignored elsewhere."""
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ def gfx950(monkeypatch):
     monkeypatch.setattr(launcher, "_active", {})
     monkeypatch.setattr(launcher, "_faults", {})
     monkeypatch.setattr(launcher, "Hip", FakeHip().runtime)
+    monkeypatch.setattr(kernels, "_check_ops", lambda serving: None)
     monkeypatch.setattr(aot.builds, "__kwdefaults__", {"modules": (toy.__name__,)})
 
 
@@ -72,3 +74,14 @@ def test_other_devices_load_nothing(monkeypatch, caplog):
     monkeypatch.setattr(launcher, "start", None)
     start(code_objects="/nowhere")
     assert not caplog.records
+
+
+def test_a_backend_that_an_op_lacks_is_refused_at_once():
+    with pytest.raises(RuntimeError, match=r"backend flydsl: .*dense_attention has no FlyDSL"):
+        start(backend="flydsl")
+    only_sparse = serving(backend="flydsl")
+    only_sparse.model = dataclasses.replace(MINIMAX_M3, sparse_layers=(True,) * 60)
+    try:
+        kernels.start(only_sparse, torch.bfloat16)
+    except RuntimeError as error:
+        assert "dense_attention" not in str(error)

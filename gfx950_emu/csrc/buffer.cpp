@@ -1,105 +1,112 @@
 // Buffer instructions, and the cache controls of their encoding.
 #include "atomics.h"
-#include "vmem.h"
+#include "buffer.h"
 
 namespace emu {
-namespace {
 
-// Buffers. Raw (stride 0 or no swizzle): each dword is in range when its offset is below
-// num_records less soffset. Structured and swizzled ones are refused by the caller.
-struct Buffer {
-  u64 base;
-  u32 stride, records;
-  bool swizzle, add_tid;
-  Buffer(Wave& w, int s)
-      : base(join(w.s[s], w.s[s + 1] & 0xffff)),
-        stride(w.s[s + 1] >> 16 & 0x3fff),
-        records(w.s[s + 2]),
-        swizzle(w.s[s + 1] >> 31),
-        add_tid(w.s[s + 3] >> 23 & 1) {}
-};
+Buffer::Buffer(Wave& w, int s)
+    : base(join(w.s[s], w.s[s + 1] & 0xffff)),
+      stride(w.s[s + 1] >> 16 & 0x3fff),
+      records(w.s[s + 2]),
+      index_stride(8u << (w.s[s + 3] >> 21 & 3)),
+      number_format(w.s[s + 3] >> 12 & 7),
+      data_format(w.s[s + 3] >> 15 & 15),
+      select(w.s[s + 3] & 0xfff),
+      swizzle(w.s[s + 1] >> 31),
+      add_tid(w.s[s + 3] >> 23 & 1) {
+  if (add_tid) stride |= data_format << 14;
+}
 
-Address buffer_address(Wave& w, const Inst& i, u32 bytes, u64* in_range) {
-  Address r;
+BufferAccess::BufferAccess(Wave& w, const Inst& i)
+    : b(w, i.src[1].reg), soffset(read_scalar(w, i.src[2])), immediate(i.offset) {
   check_memory_address(w, i);
-  Buffer b(w, i.src[1].reg);
-  if ((b.swizzle && b.stride) || b.add_tid) report(w, FK_UNSUPPORTED, 0, b.base, 1);
-  u32 soff = read_scalar(w, i.src[2]);
-  const u32 *index = nullptr, *off = nullptr;
   if (i.flags & F_IDXEN) index = w.reg(i.src[0].reg);
-  if (i.flags & F_OFFEN) off = w.reg(i.src[0].reg + ((i.flags & F_IDXEN) ? 1 : 0));
+  if (i.flags & F_OFFEN) offset = w.reg(i.src[0].reg + (index ? 1 : 0));
+}
+
+u64 BufferAccess::place(int l, u32 extra) const {
+  u64 at = within(l) + extra, n = record(l);
+  if (!swizzled()) return at + n * b.stride;
+  u64 msb = n / b.index_stride, lsb = n % b.index_stride;
+  return (msb * b.stride + (at & ~3ull)) * b.index_stride + lsb * 4 + (at & 3);
+}
+
+bool BufferAccess::in_range(int l, u32 extra, u32 bytes) const {
+  if (!structured()) return place(l, extra) + bytes + soffset <= b.records;
+  return record(l) < b.records && (!swizzled() || within(l) + extra + bytes <= b.stride);
+}
+
+Address BufferAccess::part(Wave& w, u32 extra, u32 bytes) const {
+  Address r;
   r.lanes = w.exec();
-  u32 parts = bytes >= 4 ? bytes / 4 : 1, step = bytes >= 4 ? 4 : bytes;
-  for (u32 k = 0; k < parts; k++) in_range[k] = 0;
   for (int l = 0; l < kLanes; l++) {
-    u64 o = (u64)(u32)i.offset + (off ? off[l] : 0) + (index ? (u64)index[l] * b.stride : 0);
-    r.a[l] = b.base + soff + o;
-    for (u32 k = 0; k < parts; k++) {
-      bool ok;
-      if (b.stride == 0 || !(i.flags & F_IDXEN))
-        ok = o + k * step + step + soff <= b.records;
-      else
-        ok = index[l] < b.records;
-      in_range[k] |= (u64)ok << l;
-    }
+    r.a[l] = b.base + soffset + place(l, extra);
+    if (!in_range(l, extra, bytes)) r.lanes &= ~(1ull << l);
   }
   return r;
 }
 
+namespace {
+
+// Lanes whose `bytes` are all in range and lie one after another.
+struct Whole {
+  Address at;
+  u32 parts;
+  Whole(Wave& w, const BufferAccess& a, u32 bytes) : parts(bytes >= 4 ? bytes / 4 : 1) {
+    at = a.part(w, 0, parts == 1 ? bytes : 4);
+    for (u32 k = 1; k < parts; k++) at.lanes &= a.part(w, 4 * k, 4).lanes;
+    if (a.swizzled() && parts > 1) at.lanes = 0;
+  }
+};
+
 void h_buffer_load(Wave& w, const Inst& i) {
   u32 bytes = extra_bytes(i);
   Form form = extra_form(i);
-  u64 in[4];
-  Address r = buffer_address(w, i, bytes, in);
-  u32 parts = bytes >= 4 ? bytes / 4 : 1;
-  u64 all = r.lanes, any = 0;
-  for (u32 k = 0; k < parts; k++) all &= in[k], any |= in[k];
-  if (i.flags & F_LDS) return dma(w, i, r, all, bytes, form);
-  u64 rest = r.lanes & ~all;
-  static const u8 zeros[16] = {};
-  for (u64 x = rest; x; x &= x - 1) put_loaded(w, i.dst[0].reg, __builtin_ctzll(x), zeros, bytes, form);
-  load_lanes(w, i, r, all, bytes, form);
-  for (u64 x = rest & any; x; x &= x - 1) {  // a range that ends within the lane's dwords
-    int l = __builtin_ctzll(x);
-    for (u32 k = 0; k < parts; k++)
-      if (in[k] >> l & 1) {
-        Address one = r;
-        one.a[l] = r.a[l] + 4 * k;
-        if (usable_lanes(w, one.a, 1ull << l, 4, false))
-          memcpy(&w.reg(i.dst[0].reg + k)[l], reinterpret_cast<void*>(one.a[l]), 4);
-      }
+  BufferAccess a(w, i);
+  Whole whole(w, a, bytes);
+  int reg = i.dst[0].reg;
+  if (i.flags & F_LDS) {
+    if (a.swizzled() && bytes > 4) report(w, FK_UNSUPPORTED, 0, a.b.base, bytes);
+    return dma(w, i, whole.at, whole.at.lanes, bytes, form);
   }
-  finish_load(w, i, r.lanes, false);
+  u64 rest = w.exec() & ~whole.at.lanes;
+  static const u8 zeros[16] = {};
+  for (u64 x = rest; x; x &= x - 1) put_loaded(w, reg, __builtin_ctzll(x), zeros, bytes, form);
+  load_lanes(w, i, whole.at, whole.at.lanes, bytes, form, reg);
+  if (rest && whole.parts > 1)  // swizzled, or a range that ends within the lane's dwords
+    for (u32 k = 0; k < whole.parts; k++) {
+      Address part = a.part(w, 4 * k, 4);
+      load_lanes(w, i, part, part.lanes & rest, 4, DF_DWORDS, reg + k);
+    }
+  finish_load(w, i, w.exec(), false);
 }
 void h_buffer_store(Wave& w, const Inst& i) {
   u32 bytes = extra_bytes(i);
   Form form = extra_form(i);
-  u64 in[4];
-  Address r = buffer_address(w, i, bytes, in);
-  u32 parts = bytes >= 4 ? bytes / 4 : 1;
-  u64 all = r.lanes, any = 0;
-  for (u32 k = 0; k < parts; k++) all &= in[k], any |= in[k];
-  any &= r.lanes;
-  check_data(w, i.src[3], any);
-  u64 seq = next_vm(w);
-  store_lanes(w, i, r, all, bytes, form, i.src[3].reg, seq);
-  if (any & ~all)
-    for (u32 k = 0; k < parts; k++) {
-      Address part = r;
-      for (int l = 0; l < kLanes; l++) part.a[l] += 4 * k;
-      store_lanes(w, i, part, in[k] & r.lanes & ~all, 4, DF_DWORDS, i.src[3].reg + k, seq);
+  BufferAccess a(w, i);
+  Whole whole(w, a, bytes);
+  int reg = i.src[3].reg;
+  u64 seq = next_vm(w), rest = w.exec() & ~whole.at.lanes, any = whole.at.lanes;
+  store_lanes(w, i, whole.at, whole.at.lanes, bytes, form, reg, seq);
+  if (rest && whole.parts > 1)
+    for (u32 k = 0; k < whole.parts; k++) {
+      Address part = a.part(w, 4 * k, 4);
+      any |= part.lanes & rest;
+      store_lanes(w, i, part, part.lanes & rest, 4, DF_DWORDS, reg + k, seq);
     }
+  check_data(w, i.src[3], any);
 }
 void h_buffer_atomic(Wave& w, const Inst& i) {
   const Rmw& op = kRmw[i.extra];
-  u64 in[4];
-  Address r = buffer_address(w, i, op.bytes, in);
-  u64 lanes = r.lanes & in[0] & (op.bytes == 8 ? in[1] : ~0ull);
+  BufferAccess a(w, i);
+  Whole whole(w, a, op.bytes);
+  if (a.swizzled() && op.bytes > 4) report(w, FK_UNSUPPORTED, 0, a.b.base, op.bytes);
+  u64 lanes = whole.at.lanes;
   if (i.dst[0].kind == K_VGPR)
-    for (u64 x = r.lanes & ~lanes; x; x &= x - 1)
+    for (u64 x = w.exec() & ~lanes; x; x &= x - 1)
       for (int k = 0; k < op.bytes / 4; k++) w.reg(i.dst[0].reg + k)[__builtin_ctzll(x)] = 0;
-  atomic_lanes(w, i, r, lanes, op);
-  if (i.dst[0].kind == K_VGPR) finish_load(w, i, r.lanes, false);
+  atomic_lanes(w, i, whole.at, lanes, op);
+  if (i.dst[0].kind == K_VGPR) finish_load(w, i, w.exec(), false);
   else next_vm(w);
 }
 

@@ -1,9 +1,7 @@
-// LDS: reads, writes, atomics, transposed reads, and the instructions that only move lanes.
-#include "atomics.h"
-#include "vmem.h"
+// LDS: reads, writes, transposed reads, and the instructions that only move lanes.
+#include "ds.h"
 
 namespace emu {
-namespace {
 
 void note_open(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u64 seq) {
   if (!(w.machine->checks & C_LDS_RACE)) return;
@@ -61,16 +59,18 @@ u64 in_bounds(Wave& w, const u32* addr, u64 lanes, u32 bytes) {
   return good;
 }
 
-void addresses(Wave& w, const Inst& i, i32 offset, u32* out) {
+void lds_addresses(Wave& w, const Inst& i, i32 offset, u32* out) {
   const u32* a = w.reg(i.src[0].reg);
   for (int l = 0; l < kLanes; l++) out[l] = a[l] + (u32)offset;
 }
-void check_address(Wave& w, const Inst& i) {
+
+void check_lds_address(Wave& w, const Inst& i) {
   if (!(w.machine->checks & C_UNINIT)) return;
   u64 u = undef_lanes(w, i.src[0]) & w.exec();
   if (u) report(w, FK_UNINIT_ADDRESS, __builtin_ctzll(u), 0);
 }
-void aligned(Wave& w, const u32* addr, u64 lanes, u32 to) {
+
+void check_lds_alignment(Wave& w, const u32* addr, u64 lanes, u32 to) {
   if (!(w.machine->checks & C_ALIGN)) return;
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
@@ -99,7 +99,7 @@ u64 undefined_lanes(Wave& w, const u32* addr, u64 lanes, u32 bytes) {
   return bad;
 }
 
-void read_at(Wave& w, const Inst& i, const u32* addr, u32 bytes, Form form, int reg, u64 seq) {
+void lds_read(Wave& w, const u32* addr, u32 bytes, Form form, int reg, u64 seq) {
   u64 lanes = in_bounds(w, addr, w.exec(), bytes);
   mark_lds(w, addr, lanes, bytes, false, w.pc - 1);
   note_open(w, addr, lanes, bytes, false, seq);
@@ -128,9 +128,9 @@ void read_at(Wave& w, const Inst& i, const u32* addr, u32 bytes, Form form, int 
     w.undef[reg + k] = (w.undef[reg + k] & ~w.exec()) | bad;
   }
   set_tag(w, kVgprBase + reg, n, TC_DS, seq);
-  (void)i;
 }
-void write_at(Wave& w, const Inst&, const u32* addr, u32 bytes, Form form, const Operand& data,
+
+void lds_write(Wave& w, const u32* addr, u32 bytes, Form form, const Operand& data,
               u64 seq) {
   u64 lanes = in_bounds(w, addr, w.exec(), bytes);
   count_banks(w, addr, lanes, bytes);
@@ -154,39 +154,41 @@ void write_at(Wave& w, const Inst&, const u32* addr, u32 bytes, Form form, const
   note_open(w, addr, lanes & ~same, bytes, true, seq);
 }
 
+namespace {
+
 void h_read(Wave& w, const Inst& i) {
   u32 addr[kLanes];
-  check_address(w, i);
-  addresses(w, i, i.offset, addr);
-  read_at(w, i, addr, extra_bytes(i), extra_form(i), i.dst[0].reg, ++w.ds_issued);
+  check_lds_address(w, i);
+  lds_addresses(w, i, i.offset, addr);
+  lds_read(w, addr, extra_bytes(i), extra_form(i), i.dst[0].reg, ++w.ds_issued);
 }
 void h_write(Wave& w, const Inst& i) {
   u32 addr[kLanes];
-  check_address(w, i);
-  addresses(w, i, i.offset, addr);
-  write_at(w, i, addr, extra_bytes(i), extra_form(i), i.src[1], ++w.ds_issued);
+  check_lds_address(w, i);
+  lds_addresses(w, i, i.offset, addr);
+  lds_write(w, addr, extra_bytes(i), extra_form(i), i.src[1], ++w.ds_issued);
 }
 template <int Scale>
 void h_read2(Wave& w, const Inst& i) {
   u32 addr[kLanes], bytes = extra_bytes(i);
-  check_address(w, i);
+  check_lds_address(w, i);
   u64 seq = ++w.ds_issued;
   Lanes keep;  // the first result may overwrite the address
   memcpy(keep.x, w.reg(i.src[0].reg), sizeof keep.x);
   for (int k = 0; k < 2; k++) {
     u32 off = (u32)(k ? i.offset1 : i.offset) * bytes * Scale;
     for (int l = 0; l < kLanes; l++) addr[l] = keep.x[l] + off;
-    read_at(w, i, addr, bytes, DF_DWORDS, i.dst[0].reg + k * bytes / 4, seq);
+    lds_read(w, addr, bytes, DF_DWORDS, i.dst[0].reg + k * bytes / 4, seq);
   }
 }
 template <int Scale>
 void h_write2(Wave& w, const Inst& i) {
   u32 addr[kLanes], bytes = extra_bytes(i);
-  check_address(w, i);
+  check_lds_address(w, i);
   u64 seq = ++w.ds_issued;
   for (int k = 0; k < 2; k++) {
-    addresses(w, i, (i32)((u32)(k ? i.offset1 : i.offset) * bytes * Scale), addr);
-    write_at(w, i, addr, bytes, DF_DWORDS, i.src[1 + k], seq);
+    lds_addresses(w, i, (i32)((u32)(k ? i.offset1 : i.offset) * bytes * Scale), addr);
+    lds_write(w, addr, bytes, DF_DWORDS, i.src[1 + k], seq);
   }
 }
 
@@ -195,11 +197,11 @@ template <int Bits>
 void h_read_tr(Wave& w, const Inst& i) {
   u32 addr[kLanes];
   constexpr u32 bytes = Bits == 6 ? 12 : 8, words = bytes / 4, per = bytes * 8 / Bits;
-  check_address(w, i);
-  addresses(w, i, i.offset, addr);
+  check_lds_address(w, i);
+  lds_addresses(w, i, i.offset, addr);
   u64 seq = ++w.ds_issued;
-  aligned(w, addr, w.exec(), Bits == 6 ? 4 : 8);
-  read_at(w, i, addr, bytes, DF_DWORDS, i.dst[0].reg, seq);
+  check_lds_alignment(w, addr, w.exec(), Bits == 6 ? 4 : 8);
+  lds_read(w, addr, bytes, DF_DWORDS, i.dst[0].reg, seq);
   u32 in[words][kLanes], out[words][kLanes];
   u64 undef = 0;
   for (u32 k = 0; k < words; k++) {
@@ -231,44 +233,6 @@ void h_read_tr(Wave& w, const Inst& i) {
   }
 }
 
-void h_atomic(Wave& w, const Inst& i) {
-  const Rmw& op = kRmw[i.extra & 0xff];
-  u32 addr[kLanes], bytes = op.bytes, n = bytes / 4;
-  bool rtn = i.extra >> 8;
-  check_address(w, i);
-  addresses(w, i, i.offset, addr);
-  u64 lanes = in_bounds(w, addr, w.exec(), bytes), seq = ++w.ds_issued;
-  aligned(w, addr, lanes, bytes);
-  mark_lds(w, addr, lanes, bytes, true, (w.pc - 1) | 0x80000000);
-  count_banks(w, addr, lanes, bytes);
-  w.launch->c.lds_read_bytes += (u64)bytes * __builtin_popcountll(lanes);
-  w.launch->c.lds_write_bytes += (u64)bytes * __builtin_popcountll(lanes);
-  u64 bad = undefined_lanes(w, addr, lanes, bytes);
-  if (bad) report(w, FK_UNINIT_LDS, __builtin_ctzll(bad), addr[__builtin_ctzll(bad)], bytes);
-  u8* lds = w.wg->lds.data();
-  for (u64 x = lanes; x; x &= x - 1) {
-    int l = __builtin_ctzll(x);
-    u64 mem = 0, e = 0;
-    memcpy(&mem, lds + addr[l], bytes);
-    auto get = [&](const Operand& o) -> u64 {
-      return n == 1 ? w.reg(o.reg)[l] : join(w.reg(o.reg)[l], w.reg(o.reg + 1)[l]);
-    };
-    u64 d = get(i.src[1]);
-    if (op.sources == 2) e = get(i.src[2]);
-    u64 v = op.fn(mem, d, e);
-    if (memcmp(&v, &mem, bytes)) w.machine->progress++;
-    memcpy(lds + addr[l], &v, bytes);
-    if (rtn) {
-      w.reg(i.dst[0].reg)[l] = (u32)mem;
-      if (n == 2) w.reg(i.dst[0].reg + 1)[l] = (u32)(mem >> 32);
-    }
-  }
-  if (rtn) {
-    for (u32 k = 0; k < n; k++) w.undef[i.dst[0].reg + k] &= ~w.exec();
-    set_tag(w, kVgprBase + i.dst[0].reg, n, TC_DS, seq);
-  }
-}
-
 void lane_result(Wave& w, const Inst& i, const u32* out, u64 undef) {
   put(w, i.dst[0].reg, out);
   w.undef[i.dst[0].reg] = (w.undef[i.dst[0].reg] & ~w.exec()) | (undef & w.exec());
@@ -278,7 +242,7 @@ void h_bpermute(Wave& w, const Inst& i) {
   Lanes out;
   const u32 *a = w.reg(i.src[0].reg), *d = w.reg(i.src[1].reg);
   u64 exec = w.exec(), u = 0, du = w.undef[i.src[1].reg];
-  check_address(w, i);
+  check_lds_address(w, i);
   for (int l = 0; l < kLanes; l++) {
     int from = (a[l] + (u32)i.offset) >> 2 & 63;
     out.x[l] = exec >> from & 1 ? d[from] : 0;
@@ -291,7 +255,7 @@ void h_permute(Wave& w, const Inst& i) {
   memset(out.x, 0, sizeof out.x);
   const u32 *a = w.reg(i.src[0].reg), *d = w.reg(i.src[1].reg);
   u64 u = 0, du = w.undef[i.src[1].reg];
-  check_address(w, i);
+  check_lds_address(w, i);
   for (u64 x = w.exec(); x; x &= x - 1) {
     int l = __builtin_ctzll(x), to = (a[l] + (u32)i.offset) >> 2 & 63;
     out.x[to] = d[l];
@@ -353,16 +317,6 @@ struct Table {
     add("ds_permute_b32", "db32 vb32 vb32", h_permute, 0);
     add("ds_swizzle_b32", "db32 vb32", h_swizzle, 0);
     add("ds_nop", "", h_nop, 0);
-    for (int k = 0; k < kRmwCount; k++) {
-      std::string n = kRmw[k].ds;
-      if (n.empty()) continue;
-      std::string b = " vb" + std::to_string(8 * kRmw[k].bytes);
-      std::string rest = "vb32" + b + (kRmw[k].sources == 2 ? b : "");
-      size_t cut = n.rfind('_');
-      add("ds_" + n.substr(0, cut) + "_rtn" + n.substr(cut),
-          "db" + std::to_string(8 * kRmw[k].bytes) + " " + rest, h_atomic, k | 256);
-      if (n.compare(0, 6, "wrxchg")) add("ds_" + n, rest, h_atomic, k);
-    }
   }
 } table;
 

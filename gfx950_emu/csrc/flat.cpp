@@ -24,8 +24,17 @@ Address flat_address(Wave& w, const Inst& i) {
   return r;
 }
 
+// A byte of LDS that nobody wrote, or that LDS DMA has yet to write.
+void undef_local(Wave& w, u32 off, int lane, u32 bytes) {
+  if (!(w.machine->checks & C_UNINIT)) return;
+  const u8* def = &w.wg->lds_def[off];
+  bool ok = true, dma = false;
+  for (u32 k = 0; k < bytes; k++) ok &= def[k] == 1, dma |= def[k] == 2;
+  if (!ok) report(w, dma ? FK_DMA_PENDING : FK_UNINIT_LDS, lane, off, bytes);
+}
+
 // LDS or scratch behind a flat address; null when out of bounds.
-u8* local(Wave& w, u64 a, int lane, u32 bytes, bool write) {
+u8* local(Wave& w, u64 a, int lane, u32 bytes, bool write, bool atomic = false) {
   u32 off = (u32)a;
   if ((u32)(a >> 32) == kShared) {
     auto& lds = w.wg->lds;
@@ -33,10 +42,11 @@ u8* local(Wave& w, u64 a, int lane, u32 bytes, bool write) {
       report(w, FK_LDS_BOUNDS, lane, off, bytes);
       return nullptr;
     }
-    if (write) memset(&w.wg->lds_def[off], 1, bytes);
     u32 addr[kLanes];
     addr[lane] = off;
-    mark_lds(w, addr, 1ull << lane, bytes, write, w.pc - 1);
+    mark_lds(w, addr, 1ull << lane, bytes, write, (w.pc - 1) | (atomic ? kAtomicAccess : 0));
+    if (!write || atomic) undef_local(w, off, lane, bytes);
+    if (write) memset(&w.wg->lds_def[off], 1, bytes);
     return &lds[off];
   }
   u32 size = w.launch->d.scratch_bytes;
@@ -72,7 +82,7 @@ void h_flat_load(Wave& w, const Inst& i) {
     u8* p = local(w, r.a[l], l, bytes, false);
     put_loaded(w, i.dst[0].reg, l, p ? p : zeros, bytes, form);
   }
-  load_lanes(w, i, r, r.lanes & ~near, bytes, form);
+  load_lanes(w, i, r, r.lanes & ~near, bytes, form, i.dst[0].reg);
   finish_load(w, i, r.lanes, flat);
 }
 void h_flat_store(Wave& w, const Inst& i) {
@@ -100,7 +110,17 @@ void h_flat_atomic(Wave& w, const Inst& i) {
   const Rmw& op = kRmw[i.extra];
   Address r = flat_address(w, i);
   u64 near = (i.flags & F_FLAT) ? split_local(r) : 0;
-  for (u64 x = near; x; x &= x - 1) report(w, FK_UNSUPPORTED, __builtin_ctzll(x), r.a[0], 2), x = 1;
+  if (near) check_data(w, i.src[3], near);
+  for (u64 x = near; x; x &= x - 1) {
+    int l = __builtin_ctzll(x);
+    if ((u32)(r.a[l] >> 32) == kPrivate) {
+      report(w, FK_UNSUPPORTED, l, r.a[l], 2);
+    } else if (u8* p = local(w, r.a[l], l, op.bytes, true, true)) {
+      if ((w.machine->checks & C_ALIGN) && (r.a[l] & (op.bytes - 1)))
+        report(w, FK_MISALIGNED, l, r.a[l], op.bytes);
+      modify(w, i, l, p, op);
+    }
+  }
   atomic_lanes(w, i, r, r.lanes & ~near, op);
   if (i.dst[0].kind == K_VGPR) finish_load(w, i, r.lanes, (i.flags & F_FLAT));
   else {

@@ -3,12 +3,10 @@
 // Order of accumulation (hardware's is not documented): each element starts at C and takes the
 // products for k = 0, 1, ... by fused multiply-add in f32 (f64 in f64; integers exactly, modulo
 // 2^32). Layouts: see README.md.
-#include "lanes.h"
+#include "mfma.h"
 
 namespace emu {
 namespace {
-
-enum Elem { E_F32, E_F16, E_BF16, E_I8, E_F64, E_FP8, E_BF8, E_F8F6F4 };
 
 struct Shape {
   const char* name;
@@ -56,43 +54,8 @@ constexpr Shape kShapes[] = {
     {"f32_32x32x64_f8f6f4", 32, 64, 1, E_F8F6F4, E_F8F6F4},
 };
 
-int elem_bytes(Elem e) { return e == E_F64 ? 8 : e == E_F32 ? 4 : e == E_F16 || e == E_BF16 ? 2 : 1; }
-
 alignas(64) thread_local float gA[32 * 128], gB[32 * 128];  // A[k][row], B[k][column]
 alignas(64) thread_local float gC[32 * 32];
-
-// Element `n` of each lane's registers.
-template <Elem E>
-void elements(Wave& w, int reg, int n, float* out) {
-  if constexpr (E == E_F32) {
-    const u32* p = w.reg(reg + n);
-    for (int l = 0; l < kLanes; l++) out[l] = f32(p[l]);
-  } else if constexpr (E == E_F16) {
-    const u32* p = w.reg(reg + n / 2);
-    alignas(64) u32 h[kLanes];
-    for (int l = 0; l < kLanes; l++) h[l] = p[l] >> (16 * (n & 1)) & 0xffff;
-    f16_lanes(h, out);
-  } else if constexpr (E == E_BF16) {
-    const u32* p = w.reg(reg + n / 2);
-    if (n & 1)
-      for (int l = 0; l < kLanes; l++) out[l] = f32(p[l] & 0xffff0000);
-    else
-      for (int l = 0; l < kLanes; l++) out[l] = f32(p[l] << 16);
-  } else {
-    const u32* p = w.reg(reg + n / 4);
-    int shift = 8 * (n & 3);
-    const float* t = small_tables()[E == E_BF8 ? 1 : 0];
-    for (int l = 0; l < kLanes; l++) {
-      u32 b = p[l] >> shift & 0xff;
-      out[l] = E == E_I8 ? (float)(i8)b : t[b];
-    }
-  }
-}
-
-// Rows of D: register r of lane l.
-int d_row(int m, int l, int r) {
-  return m == 32 ? 8 * (r / 4) + 4 * (l / 32) + r % 4 : m == 16 ? 4 * (l / 16) + r % 4 : r % 4;
-}
 
 void load_c(Wave& w, const Inst& i, int m, int block, int blocks) {
   int regs = m * m / kLanes;  // of one block; 4x4 has sixteen blocks in lane groups
@@ -182,7 +145,9 @@ void multiply_int(int m, int k_total) {
     }
 }
 
-void undef_result(Wave& w, const Inst& i) {  // any undefined input spoils the whole result
+}  // namespace
+
+void undef_result(Wave& w, const Inst& i) {
   u64 u = 0;
   for (const Operand& o : i.src) {
     if (o.kind == K_VGPR)
@@ -190,6 +155,8 @@ void undef_result(Wave& w, const Inst& i) {  // any undefined input spoils the w
   }
   for (int k = 0; k < i.dst[0].width; k++) w.undef[i.dst[0].reg + k] = u ? ~0ull : 0;
 }
+
+namespace {
 
 template <int N>
 void h_mfma(Wave& w, const Inst& i) {

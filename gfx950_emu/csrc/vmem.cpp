@@ -65,12 +65,12 @@ void finish_load(Wave& w, const Inst& i, u64 lanes, bool flat) {
   }
 }
 
-void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form) {
+void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form,
+                int reg) {
   drain_overlap(w, r.a, lanes, bytes);
   lanes = usable_lanes(w, r.a, lanes, bytes, false);
   scope_read(w, r.a, lanes, bytes, scope_level(i.flags));
   w.launch->c.global_read_bytes += (u64)bytes * __builtin_popcountll(lanes);
-  int reg = i.dst[0].reg;
   if (form == DF_DWORDS) {
     u32 n = bytes / 4;
     for (u64 x = lanes; x; x &= x - 1) {
@@ -101,11 +101,16 @@ void hold_after_flag(Wave& w) {
   w.stop = true;
 }
 
-
 }  // namespace
 
 void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form, int reg,
                  u64 seq) {
+  store_bytes(w, i, r, lanes, bytes, seq,
+              [&](int l, u8* to) { take_stored(w, reg, l, to, bytes, form); });
+}
+
+void store_bytes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, u64 seq,
+                 const std::function<void(int lane, u8* to)>& take) {
   Machine& m = *w.machine;
   lanes = usable_lanes(w, r.a, lanes, bytes, true);
   if (!lanes) return;
@@ -117,7 +122,7 @@ void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes,
   memcpy(s.addr, r.a, sizeof s.addr);
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
-    take_stored(w, reg, l, s.data.data() + l * bytes, bytes, form);
+    take(l, s.data.data() + l * bytes);
   }
   w.stores.push_back(std::move(s));
   if (!(m.checks & C_DEFER)) drain_vm(w, seq);
@@ -171,6 +176,23 @@ void dma(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form fo
   if (!(m.checks & C_DEFER)) drain_vm(w, w.vm_issued);
 }
 
+// One lane's read-modify-write at `p`.
+void modify(Wave& w, const Inst& i, int l, void* p, const Rmw& op) {
+  int data = i.src[3].reg, n = op.bytes / 4;
+  u64 mem = 0, d = 0, e = 0;
+  memcpy(&mem, p, op.bytes);
+  d = n == 1 ? w.reg(data)[l] : join(w.reg(data)[l], w.reg(data + 1)[l]);
+  if (op.sources == 2)
+    e = n == 1 ? w.reg(data + 1)[l] : join(w.reg(data + 2)[l], w.reg(data + 3)[l]);
+  u64 v = op.fn(mem, d, e);
+  if (memcmp(&v, &mem, op.bytes)) w.machine->progress++;
+  memcpy(p, &v, op.bytes);
+  if (i.dst[0].kind == K_VGPR) {
+    w.reg(i.dst[0].reg)[l] = (u32)mem;
+    if (n == 2) w.reg(i.dst[0].reg + 1)[l] = (u32)(mem >> 32);
+  }
+}
+
 void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw& op) {
   Machine& m = *w.machine;
   u32 bytes = op.bytes;
@@ -191,22 +213,9 @@ void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw
   scope_write(m, writer(w, level), r.a, lanes, bytes);
   hold_after_flag(w);
   w.launch->c.atomic_bytes += (u64)bytes * __builtin_popcountll(lanes);
-  int data = i.src[3].reg, n = bytes / 4;
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
-    u64 mem = 0, d = 0, e = 0;
-    void* p = reinterpret_cast<void*>(r.a[l]);
-    memcpy(&mem, p, bytes);
-    d = n == 1 ? w.reg(data)[l] : join(w.reg(data)[l], w.reg(data + 1)[l]);
-    if (op.sources == 2)
-      e = n == 1 ? w.reg(data + 1)[l] : join(w.reg(data + 2)[l], w.reg(data + 3)[l]);
-    u64 v = op.fn(mem, d, e);
-    if (memcmp(&v, &mem, bytes)) m.progress++;
-    memcpy(p, &v, bytes);
-    if (i.dst[0].kind == K_VGPR) {
-      w.reg(i.dst[0].reg)[l] = (u32)mem;
-      if (n == 2) w.reg(i.dst[0].reg + 1)[l] = (u32)(mem >> 32);
-    }
+    modify(w, i, l, reinterpret_cast<void*>(r.a[l]), op);
   }
 }
 

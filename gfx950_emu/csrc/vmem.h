@@ -1,5 +1,7 @@
 // Vector memory: what flat, buffer and LDS handlers share.
 #pragma once
+#include <functional>
+
 #include "lanes.h"
 
 namespace emu {
@@ -8,7 +10,9 @@ namespace emu {
 u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write);
 // The wave's own buffered stores become visible where a load or atomic follows them.
 void drain_overlap(Wave& w, const u64* addr, u64 lanes, u32 bytes);
-// An LDS access for the race check; `same`: lanes that write what is there already.
+// An LDS access for the race check; `same`: lanes that write what is there already. Atomics of
+// several waves do not race: kAtomicAccess in pc_index.
+constexpr u32 kAtomicAccess = 1u << 31;
 void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
               u64 same = 0);
 
@@ -35,9 +39,13 @@ struct Address {
 };
 void check_memory_address(Wave& w, const Inst& i);
 void check_data(Wave& w, const Operand& o, u64 lanes);
-void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form);
+void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form,
+                int reg);
 void store_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form, int reg,
                  u64 seq);
+void store_bytes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, u64 seq,
+                 const std::function<void(int lane, u8* to)>& take);
+void modify(Wave& w, const Inst& i, int l, void* p, const Rmw& op);
 void atomic_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, const Rmw& op);
 void dma(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, Form form);
 // The result of a load is there after a wait.

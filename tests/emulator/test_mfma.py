@@ -16,7 +16,10 @@ TYPES = {
     "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16, "i8": np.int8,
     "f64": np.float64, "fp8": ml_dtypes.float8_e4m3fn, "bf8": ml_dtypes.float8_e5m2,
 }  # fmt: skip
-PLAIN = [n for n, o in opcodes().items() if o.family == MFMA and "f8f6f4" not in n]
+PLAIN = [
+    n for n, o in opcodes().items()
+    if o.family == MFMA and "f8f6f4" not in n and not n.startswith("v_smfmac")
+]  # fmt: skip
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float6_e2m3fn,
            ml_dtypes.float6_e3m2fn, ml_dtypes.float4_e2m1fn]  # fmt: skip
 BITS = [8, 8, 6, 6, 4]

@@ -1,0 +1,67 @@
+"""Exact top-k of a wave's keys, in rank order.
+
+A key is a uint32 that orders like its score: higher first, ties to the lower position, 0 for "no
+element". Position: 64 r + lane of register r. All of a wave's lanes take part.
+"""
+
+from __future__ import annotations
+
+import flydsl.expr as fx
+from flydsl.expr import rocdl
+
+from rocm_msa.device.wave import WAVE, lane_id
+
+ABSENT = 0
+NAN_KEY = 1  # below -inf, whose key is 0x007FFFFF
+
+# DPP control and row mask: lanes 1, 2, 4, 8 to the left in a row, then the rows before.
+_TO_LAST_LANE = ((0x111, 15), (0x112, 15), (0x114, 15), (0x118, 15), (0x142, 0xA), (0x143, 0xC))
+
+
+def order_key(score, present):
+    """The key of a float32: monotone, -0 equal to +0, NaN below -inf; ABSENT when not `present`."""
+    bits = (score == 0.0).select(fx.Int32(0), score.bitcast(fx.Int32))
+    flip = (bits >> 31) | fx.Int32(-(1 << 31))  # all bits of a negative, the sign bit otherwise
+    key = fx.Uint32(bits ^ flip)
+    key = (score == score).select(key, fx.Uint32(NAN_KEY))
+    return present.select(key, fx.Uint32(ABSENT))
+
+
+def top_positions(keys: list, count: int):
+    """The `count` <= 64 best of the wave's `keys` (one list entry a register).
+
+    Returns:
+        (key, position): lane i holds those of rank i; ABSENT and -1 from where no element is left.
+    """
+    lane = lane_id()
+    places = [lane + WAVE * r for r in range(len(keys))]
+    best_key, best_place = fx.Uint32(ABSENT), fx.Int32(-1)
+    for i in range(count):
+        head = keys[0]
+        for key in keys[1:]:
+            head = fx.Uint32(fx.max(head, key))
+        top = _wave_max(head)
+        place = fx.Int32(-1)
+        for r in reversed(range(len(keys))):
+            lanes = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, (keys[r] == top).ir_value()))
+            first = fx.Int32(fx.cttz(lanes)) + WAVE * r
+            place = (lanes != fx.Uint64(0)).select(first, place)
+        place = (top != fx.Uint32(ABSENT)).select(place, fx.Int32(-1))
+        mine = lane == i
+        best_key = mine.select(top, best_key)
+        best_place = mine.select(place, best_place)
+        keys = [
+            (at == place).select(fx.Uint32(ABSENT), key)
+            for key, at in zip(keys, places, strict=True)
+        ]
+    return best_key, best_place
+
+
+def _wave_max(key: fx.Uint32) -> fx.Uint32:
+    """Maximum of the 64 lanes, in a scalar register: one v_max_u32_dpp a step."""
+    for control, rows in _TO_LAST_LANE:
+        zero, bits = fx.Uint32(0).ir_value(), key.ir_value()
+        moved = rocdl.update_dpp(fx.Int32.ir_type, zero, bits, control, rows, 0xF, False)
+        key = fx.Uint32(fx.max(key, fx.Uint32(moved)))
+    last = fx.Int32(WAVE - 1).ir_value()
+    return fx.Uint32(rocdl.readlane(fx.Int32.ir_type, key.ir_value(), last))

@@ -38,6 +38,7 @@ from rocm_msa.kernel_sources import source_digest
 MODULES: tuple[str, ...] = (
     "rocm_msa.ops.index_score_decode.flydsl_gfx950",
     "rocm_msa.ops.qkv_insert.flydsl_gfx950",
+    "rocm_msa.ops.sparse_decode.flydsl_gfx950",
 )
 """The modules of the ops that have FlyDSL kernels; an op joins with its line here."""
 

@@ -235,7 +235,7 @@ def test_packages_and_files_that_never_touch_torch():
 def test_flydsl_stays_in_device_code():
     """FlyDSL: in device/, the ops' flydsl_*.py and the compiler shim, there inside functions.
 
-    device/ itself is for those files alone.
+    device/ itself is for those files alone. What loads with an op: the test of heavy packages.
     """
 
     def kernel_file(i: Import) -> bool:

@@ -208,12 +208,25 @@ void mad64(Wave& w, const Inst& i) {
     }
     lo.x[l] = (u32)r, hi.x[l] = (u32)(r >> 32);
   }
+  // The lower half does not depend on the upper half of the addend: compilers that want 32 bits
+  // leave that undefined.
+  auto undef = [&](int k, int half) -> u64 {
+    const Operand& o = i.src[k];
+    if (o.kind == K_VGPR) return w.undef[o.reg + half];
+    return sgpr_undef(w, o) ? ~0ull : 0;
+  };
+  u64 ul = undef(0, 0) | undef(1, 0) | undef(2, 0), uh = ul | undef(2, 1);
   put(w, i.dst[0].reg, lo.x);
   put(w, i.dst[0].reg + 1, hi.x);
   write_scalar64(w, i.dst[1].reg, carry & w.wmask);
+  for (int k = 0; k < 2; k++) {
+    u64& d = w.undef[i.dst[0].reg + k];
+    d = (d & ~w.wmask) | ((k ? uh : ul) & w.wmask);
+    w.sundef[i.dst[1].reg + k] = (u32)((uh & w.wmask) >> 32 * k);
+  }
 }
-Reg r_mad_u64("v_mad_u64_u32", FAM_VALU, "db64 m sb32 sb32 sb64", mad64<false>);
-Reg r_mad_i64("v_mad_i64_i32", FAM_VALU, "db64 m sb32 sb32 sb64", mad64<true>);
+Reg r_mad_u64("v_mad_u64_u32", FAM_VALU, "db64 m sb32 sb32 sb64", mad64<false>, P_CUSTOM);
+Reg r_mad_i64("v_mad_i64_i32", FAM_VALU, "db64 m sb32 sb32 sb64", mad64<true>, P_CUSTOM);
 
 void h_cndmask(Wave& w, const Inst& i) {
   Lanes ta, tb, out;

@@ -46,3 +46,17 @@ def f16_word(a: fx.Float32, b: fx.Float32) -> fx.Int32:
     """Two fp32 -> two fp16 in a word, the first low."""
     both = fx.Vector.from_elements([x.to(fx.Float16) for x in (a, b)], fx.Float16)
     return both.bitcast(fx.Int32)[0]
+
+
+def fp8_two_terms(groups: list[list]) -> list[list]:
+    """x = hi + lo, both E4M3, of groups of four fp32: [words of hi, words of lo].
+
+    hi is x rounded, lo what is left, rounded: |x - hi - lo| <= 2^-8 |x| where lo is normal.
+    |x| <= 448.
+    """
+    high = [fp8_word(group) for group in groups]
+    low = []
+    for group, word in zip(groups, high, strict=True):
+        rounded = fp8_values(word)
+        low.append(fp8_word([a - b for a, b in zip(group, rounded, strict=True)]))
+    return [high, low]

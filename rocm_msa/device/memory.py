@@ -16,7 +16,7 @@ import flydsl.expr as fx
 from flydsl._mlir import ir
 from flydsl._mlir.dialects import llvm
 
-LDS_ALIGN = 16
+LDS_ALIGN, FIRST_ALIGN = 16, 1024
 _DYNAMIC = -(2**31)  # LLVM's mark for an index that is a value
 
 
@@ -89,13 +89,17 @@ def lds_bytes(size: int) -> Bytes:
 def lds_regions(*sizes: int) -> list[Bytes]:
     """The LDS of this kernel as regions of so many bytes, 16-byte aligned; 0 gives None.
 
-    To be called once a kernel. The compiler takes regions for separate memory: an access that
-    leaves its own is an error.
+    To be called once a kernel. The first region starts at LDS address 0, where an offset that is
+    computed needs no addition: give the table that is read most. The compiler takes regions for
+    separate memory: an access that leaves its own is an error.
     """
-    lds = fx.SharedAllocator()
-    return [
-        Bytes(lds.allocate(size, LDS_ALIGN).peek().ptr.llvm_ptr) if size else None for size in sizes
-    ]
+    lds, found = fx.SharedAllocator(), []
+    for size in sizes:
+        # The compiler lays regions out by alignment, the largest first.
+        align = LDS_ALIGN if any(found) else FIRST_ALIGN
+        place = lds.allocate(size, align).peek().ptr.llvm_ptr if size else None
+        found.append(Bytes(place) if size else None)
+    return found
 
 
 def lds_atomic_add(place: Bytes, value: fx.Int32) -> fx.Int32:

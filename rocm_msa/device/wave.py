@@ -38,6 +38,11 @@ def lane_value(value, lane: int):
     return type(value)(rocdl.readlane(value.dtype.ir_type, value.ir_value(), lane))
 
 
+def high_product(a: fx.Uint32, b: fx.Uint32) -> fx.Uint32:
+    """The upper 32 bits of a * b (v_mul_hi_u32)."""
+    return fx.Uint32((fx.Uint64(fx.Uint32(a)) * fx.Uint64(fx.Uint32(b))) >> 32)
+
+
 def exp2(x: fx.Float32) -> fx.Float32:
     """2^x (v_exp_f32): within 1 ulp, subnormal results flushed, exp2(-inf) = 0."""
     return _f32("llvm.amdgcn.exp2.f32", x)
@@ -93,6 +98,12 @@ def wave_max(x: fx.Float32) -> fx.Float32:
 def wave_sum(x: fx.Float32) -> fx.Float32:
     """Sum of the 64 lanes, in all of them; the order of the additions is fixed."""
     return _across_rows(row_reduce(x, lambda a, b: a + b), lambda a, b: a + b)
+
+
+def wave_any(condition: fx.Boolean) -> fx.Boolean:
+    """Whether a condition holds in any active lane, as a scalar."""
+    mask = rocdl.ballot(fx.Int64.ir_type, condition.ir_value())
+    return fx.Int64(mask) != 0
 
 
 def wave_or(x: fx.Int32) -> fx.Int32:

@@ -131,6 +131,10 @@ def test_uninitialised_registers():
     # Lanes switched off may hold anything, and a selection drops what it does not take.
     select = LOAD + "v_cmp_ne_u32 vcc, 0, v2\nv_cndmask_b32 v2, v9, v2, vcc\n" + STORE
     assert go(select)[0].ok
+    # The lower half of a 64-bit sum does not depend on the upper half of what is added.
+    mad = LOAD + "v_mov_b32 v10, v2\nv_mad_u64_u32 v[12:13], s[8:9], v2, v2, v[10:11]\n"
+    assert go(mad + "v_mov_b32 v2, v12\n" + STORE)[0].ok
+    assert kinds(go(mad + "v_mov_b32 v2, v13\n" + STORE)[0]) == {"uninitialised value stored"}
 
 
 def test_stores_are_late():

@@ -222,6 +222,20 @@ def test_ties_of_the_encoding(g):
     check(fp8)
 
 
+@pytest.mark.parametrize("g", [0.0123, 3.7, 0.9999])
+def test_ties_of_the_block_scale(g):
+    """amax / 6 / g at the middle of two E4M3 numbers, and one to three steps beside it."""
+    code = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (code[1:] + code[:-1]) / 2 * torch.tensor(6.0) * torch.tensor(g)
+    amax = (middle.view(torch.int32)[:, None] + torch.arange(-3, 4)).int().view(torch.float32)
+    step = Step(224, SMALL, "nvfp4", "bf16", dtype=torch.float32)
+    step.scales = {"v": g, "k": g}
+    groups = torch.zeros(224 * 4, 16)
+    groups[: amax.numel(), 5] = amax.flatten()
+    step.fused[:, SMALL.q + SMALL.kv : SMALL.q + 2 * SMALL.kv] = groups.view(224, 2, 32)
+    check(step)
+
+
 def test_keys_that_are_zero_huge_or_not_finite():
     """Through the norm; a non-finite key row must store no NaN and disturb no other token."""
     step = Step(8, SMALL, "nvfp4", "fp8")
@@ -248,12 +262,14 @@ def test_keys_that_are_zero_huge_or_not_finite():
 # Slots, positions, memory
 
 
-def test_slots_of_minus_one_and_int32():
+@pytest.mark.parametrize("narrow", [("main_slots",), ("index_slots", "positions"), ()])
+def test_slots_of_minus_one_in_int32_and_int64(narrow):
     step = Step(13, SMALL)
     live = torch.tensor([t % 3 != 1 for t in range(13)])
     for name in ("main_slots", "index_slots"):
-        setattr(step, name, torch.where(live, getattr(step, name), -1).int())
-    step.positions = step.positions.int()
+        setattr(step, name, torch.where(live, getattr(step, name), -1))
+    for name in narrow:
+        setattr(step, name, getattr(step, name).int())
     check(step, live=live)
     step.main_slots[:] = -1
     step.index_slots[:] = -1

@@ -22,7 +22,7 @@ from rocm_msa.demo.server import DemoError, Server, free_port, open_url
 
 STOCK, ROWS = "NixlConnector", "RocmMsaNixlConnector"
 KV_CACHE_BYTES = 64 * 2**20
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,15 @@ def test_fewer_ranks_gather_heads_and_read_the_index_page_once(local_tp, remote_
     assert sum(map(len, found.pieces.values())) == 60 * sources + 1
 
 
+def test_descriptors_a_block_as_documented():
+    """The table of docs/disaggregation.md: the most that a rank of the full model reads."""
+    table = {1: (1, 121, 241, 241), 2: (61, 1, 121, 121), 4: (61, 61, 1, 1), 8: (61, 61, 1, 1)}
+    for local_tp, row_ in table.items():
+        for remote_tp, most in zip((1, 2, 4, 8), row_, strict=True):
+            plans = [plan(local_tp, rank, remote_tp) for rank in range(local_tp)]
+            assert max(sum(map(len, p.pieces.values())) for p in plans) == most
+
+
 def test_readers_of_a_shared_head_are_spread_over_its_holders():
     assert {source_rank(H, 8, 0, reader) for reader in range(4)} == {0, 1}
     assert [source_rank(H, 4, head, 3) for head in range(4)] == [0, 1, 2, 3]

@@ -11,8 +11,12 @@ import torch
 import zmq
 
 from rocm_msa.cache.convert import to_vllm
+from rocm_msa.demo.server import free_port
+from rocm_msa.errors import ConfigError
 from rocm_msa.vllm_plugin.nixl.checks import identities
+from rocm_msa.vllm_plugin.nixl.control import ControlServer
 from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
+from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 from tests.vllm_plugin.pd_ranks import BLOCKS, sides
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
@@ -385,3 +389,53 @@ def test_pages_of_vllms_packing_are_converted_on_arrival(order, tp):
         others = [b for b in range(BLOCKS) if b not in HERE]
         assert torch.equal(target.ranks[0].rows.bytes[others], before[others])
         assert counts(target)["descriptors"] == [3]
+
+
+def _server(host: str, port: int) -> ControlServer:
+    return ControlServer(host, port, "engine", {}, [], LeaseTable(1.0))
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("0.0.0.0", "expected an address that decode engines can reach, got '0.0.0.0'"),
+        ("no-such-host.invalid", "expected an address or name of this machine"),
+    ],
+)
+def test_the_side_channel_needs_an_address_that_others_can_reach(host, words):
+    with pytest.raises(RuntimeError, match=words):
+        _server(host, free_port())
+
+
+def test_a_taken_port_is_named():
+    port = free_port()
+    first = _server("localhost", port)
+    try:
+        with pytest.raises(RuntimeError, match=rf"side channel localhost:{port} .*in use"):
+            _server("localhost", port)
+    finally:
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lease": 3}, "lease: unknown key"),
+        ({"lease_seconds": 0}, "lease_seconds: expected a number of seconds > 0, got 0"),
+        ({"retries": 1.5}, "retries: expected an integer >= 0, got 1.5"),
+        ({"packing": "hnd"}, "packing: expected one of"),
+        ({"debug_checks": 1}, "debug_checks: expected a bool, got 1"),
+        ({"nixl_progress": "spin"}, 'nixl_progress: expected "thread" or "poll"'),
+        ({"backends": "UCX"}, "backends: expected a list of backend names"),
+    ],
+)
+def test_options_are_checked(given, words):
+    with pytest.raises(ConfigError) as caught:
+        TransferOptions.read(given | {"allow_unequal_tp": "yes"})
+    assert words in str(caught.value)
+    assert "allow_unequal_tp: expected a bool" in str(caught.value)
+
+
+def test_options_are_read():
+    made = TransferOptions.read({"backends": ["UCX"], "lease_seconds": 5, "nixl_progress": None})
+    assert (made.backends, made.lease_seconds, made.nixl_progress) == (("UCX",), 5, None)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket as socket_module
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from socket import SOCK_STREAM
 from typing import Any
 
 import msgspec
@@ -53,11 +55,13 @@ class ControlServer:
         self.engine, self.fingerprint, self.ranks = engine, dict(fingerprint), ranks
         self.leases = leases
         self.refused_handshakes = 0
+        address = _bind_host(host)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, address.startswith("["))
         try:
-            self._socket.bind(f"tcp://{_bind_host(host)}:{port}")
+            self._socket.bind(f"tcp://{address}:{port}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise RuntimeError(
@@ -166,5 +170,20 @@ def _bracketed(host: str) -> str:
 
 
 def _bind_host(host: str) -> str:
-    # ZeroMQ binds interfaces and addresses, not names.
-    return "127.0.0.1" if host == "localhost" else _bracketed(host)
+    """The address to bind: ZeroMQ takes addresses and interfaces, not names."""
+    try:
+        found = socket_module.getaddrinfo(host, None, type=SOCK_STREAM)
+    except OSError as error:
+        raise RuntimeError(
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST: expected an address or name of this machine, "
+            f"got {host!r} ({error})"
+        ) from None
+    # IPv4 first, as a client that is given the name resolves it.
+    address = min(found, key=lambda info: info[0] != socket_module.AF_INET)[4][0]
+    if address in ("0.0.0.0", "::"):
+        # It is handed to decode engines, which would look for themselves there.
+        raise RuntimeError(
+            "VLLM_NIXL_SIDE_CHANNEL_HOST: expected an address that decode engines can reach, "
+            f"got {host!r}"
+        )
+    return _bracketed(address)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
-from rocm_msa.errors import ConfigError, Refusals, expect
+from rocm_msa.errors import Refusals, expect
 
 PACKINGS = ("rocm_msa", "vllm-hnd", "vllm-nhd")
 """Byte orders of an NVFP4 main page: ours, and vLLM's own writer's with its two head orders."""
@@ -82,6 +82,3 @@ def _problem(key: str, value: Any, default: Any) -> str | None:
     if isinstance(default, int):
         return None if isinstance(value, int) and value >= 0 else "an integer >= 0"
     return None if 0 < value < float("inf") else "a number of seconds > 0"
-
-
-__all__ = ["PACKINGS", "ConfigError", "TransferOptions"]

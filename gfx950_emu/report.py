@@ -119,6 +119,7 @@ def detail_of(kind: int, address: int, aux: int) -> str:
             1: "the writer's L2 was not written back (buffer_wbl2, or sc1 on the store)",
             2: "this CU's L1 may hold the line from before the store (buffer_inv; sc1 on the load)",
             3: "this XCD's L2 may hold the line from before the store (buffer_inv sc1)",
+            4: "the scalar cache may hold the line from before the store (s_dcache_inv)",
         }[aux]
         return f"address {address:#x}: {why}"
     return f"address {address:#x}" if address else ""

@@ -6,12 +6,15 @@
 // CU's L1 or XCD's L2 that was fetched before the store; loads with sc1 go past both within a
 // rank, with sc0 sc1 everywhere. buffer_inv forgets: L1 always, L2 with sc1. Caches are direct
 // mapped, of the device's sizes. A load that may miss another CU's store is a finding.
+//
+// Scalar loads go through a cache of their own in each CU to the XCD's L2. No store reaches it, the
+// CU's own included; s_dcache_inv empties it.
 #include "vmem.h"
 
 namespace emu {
 namespace {
 
-constexpr u32 kL1Lines = 256, kL2Lines = 32768, kPageWords = 1024;
+constexpr u32 kL1Lines = 256, kL2Lines = 32768, kScalarLines = 256, kPageWords = 1024;
 
 struct Line {
   u64 line = 0, time = 0;
@@ -43,6 +46,7 @@ struct Scopes {
   u64 now = 1;
   std::vector<std::unique_ptr<Written[]>> pages;
   std::map<u32, std::vector<Cache>> l1, l2;  // by rank
+  std::map<u32, std::vector<Cache>> scalar;  // by rank and CU, lines of 64 bytes
   std::map<u32, std::vector<u64>> back[3];   // by rank and XCD: time of the last write-back
 };
 
@@ -60,9 +64,28 @@ Scopes& scopes(Machine& m) {
 void need_rank(Machine& m, Scopes& s, u32 rank) {
   if (!s.l1[rank].empty()) return;
   s.l1[rank].resize(m.device.xcds * m.device.cus_per_xcd);
+  s.scalar[rank].resize(m.device.xcds * m.device.cus_per_xcd);
   s.l2[rank].resize(m.device.xcds);
   for (auto& c : s.l2[rank]) c.lines.resize(kL2Lines);
   for (auto& b : s.back) b[rank].resize(m.device.xcds);
+}
+
+// The last store to the word at `a` >> 2, or null.
+const Written* written(Scopes& s, const Region* r, u64 word) {
+  auto& page = s.pages[r->page0 + (word >> 10) - (r->base >> 12)];
+  return page ? &page[word & (kPageWords - 1)] : nullptr;
+}
+// How far a store by `e` must have got for a reader: 0 its L2, 1 the agent's memory, 2 the system's.
+u32 needed_by(const Written& e, u32 rank, u32 xcd, u32 xcds) {
+  return e.rank != rank ? 2 : e.cu % xcds != xcd ? 1 : 0;
+}
+bool published(Machine& m, Scopes& s, const Written& e, u32 needed) {
+  bool out = !needed || e.level >= needed || m.launches[e.launch]->finished();
+  for (u32 k = needed; !out && k < 3; k++) {
+    auto& back = s.back[k][e.rank];
+    out = !back.empty() && back[e.cu % m.device.xcds] >= e.time;
+  }
+  return out;
 }
 
 }  // namespace
@@ -98,24 +121,17 @@ void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 level) {
     const Region* r = m.find(a, bytes);
     if (!r) continue;
     for (u64 word = a >> 2; word <= (a + bytes - 1) >> 2; word++) {
-      auto& page = s.pages[r->page0 + (word >> 10) - (r->base >> 12)];
-      if (!page) {
+      const Written* last = written(s, r, word);
+      if (!last) {
         word |= kPageWords - 1;
         continue;
       }
-      const Written& e = page[word & (kPageWords - 1)];
+      const Written& e = *last;
       if (!e.time || (e.rank == rank && e.cu == cu)) continue;
-      u32 needed = e.rank != rank ? 2 : e.cu % xcds != xcd ? 1 : 0;
-      if (needed) {
-        bool out = e.level >= needed || m.launches[e.launch]->finished();
-        for (u32 k = needed; !out && k < 3; k++) {
-          auto& back = s.back[k][e.rank];
-          out = !back.empty() && back[e.cu % xcds] >= e.time;
-        }
-        if (!out) {
-          report(w, FK_STALE, lane, a, 1);
-          continue;
-        }
+      u32 needed = needed_by(e, rank, xcd, xcds);
+      if (!published(m, s, e, needed)) {
+        report(w, FK_STALE, lane, a, 1);
+        continue;
       }
       u64 kept = l1.fetched(line);
       if (level == 0 && kept && kept < e.time) report(w, FK_STALE, lane, a, 2);
@@ -128,6 +144,38 @@ void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 level) {
       previous = line;
     }
   }
+}
+
+void scope_scalar_read(Wave& w, u64 addr, u32 bytes) {
+  Machine& m = *w.machine;
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  u32 rank = w.launch->d.rank, cu = w.wg->cu, xcds = m.device.xcds;
+  need_rank(m, s, rank);
+  Cache &near = s.scalar[rank][cu], &l2 = s.l2[rank][cu % xcds];
+  if (near.lines.empty()) near.lines.resize(kScalarLines);
+  const Region* r = m.find(addr, bytes);
+  if (!r) return;
+  u64 now = ++s.now;
+  for (u64 a = addr; a < addr + bytes; a += 4) {
+    const Written* e = written(s, r, a >> 2);
+    if (e && e->time) {
+      u32 needed = needed_by(*e, rank, cu % xcds, xcds);
+      u64 kept = near.fetched(a >> 6), below = l2.fetched(a >> 7);
+      if (!published(m, s, *e, needed)) report(w, FK_STALE, 0, a, 1);
+      else if (kept && kept < e->time) report(w, FK_STALE, 0, a, 4);
+      else if (!kept && needed && below && below < e->time) report(w, FK_STALE, 0, a, 3);
+    }
+  }
+  for (u64 line = addr >> 6; line <= (addr + bytes - 1) >> 6; line++)
+    near.fetch(line, now, false), l2.fetch(line >> 1, now, false);
+}
+void scope_scalar_invalidate(Wave& w) {
+  Machine& m = *w.machine;
+  if (!(m.checks & C_SCOPE)) return;
+  Scopes& s = scopes(m);
+  need_rank(m, s, w.launch->d.rank);
+  s.scalar[w.launch->d.rank][w.wg->cu].invalidated = ++s.now;
 }
 
 // A write-back counts from its issue, but only once it was waited for (memory.cpp).
@@ -156,6 +204,7 @@ void scope_launch(Machine& m, u32 rank) {
   need_rank(m, s, rank);
   u64 now = ++s.now;
   for (auto& c : s.l1[rank]) c.invalidated = now;
+  for (auto& c : s.scalar[rank]) c.invalidated = now;
   for (auto& c : s.l2[rank]) c.invalidated = now;
 }
 

@@ -1,4 +1,6 @@
 // Scalar memory: loads through the constant cache, clocks, cache control.
+#include <algorithm>
+
 #include "vmem.h"
 
 namespace emu {
@@ -11,6 +13,8 @@ void load(Wave& w, const Inst& i, u64 addr, u64 limit, bool limited) {
   addr &= ~3ull;
   w.launch->c.smem_bytes += 4 * n;
   u64 seq = ++w.smem_issued;
+  u32 inside = limited ? (u32)std::min<u64>(4 * n, limit > addr ? (limit - addr) & ~3ull : 0) : 4 * n;
+  if (inside) scope_scalar_read(w, addr, inside);
   for (int k = 0; k < n; k++) {
     u64 a = addr + 4 * k;
     u32 value = 0;
@@ -73,11 +77,12 @@ void h_memtime(Wave& w, const Inst& i) { clock_read(w, i, w.machine->clock); }
 void h_memrealtime(Wave& w, const Inst& i) { clock_read(w, i, w.machine->clock / 24); }
 Reg r_time("s_memtime", FAM_SMEM, "xb64", h_memtime, P_CUSTOM);
 Reg r_real("s_memrealtime", FAM_SMEM, "xb64", h_memrealtime, P_CUSTOM);
-void h_inv(Wave&, const Inst&) {}
+void h_inv(Wave& w, const Inst&) { scope_scalar_invalidate(w); }
+void h_write_back(Wave&, const Inst&) {}  // there are no scalar stores
 Reg r_inv("s_dcache_inv", FAM_SMEM, "", h_inv, P_CUSTOM);
-Reg r_wb("s_dcache_wb", FAM_SMEM, "", h_inv, P_CUSTOM);
+Reg r_wb("s_dcache_wb", FAM_SMEM, "", h_write_back, P_CUSTOM);
 Reg r_invv("s_dcache_inv_vol", FAM_SMEM, "", h_inv, P_CUSTOM);
-Reg r_wbv("s_dcache_wb_vol", FAM_SMEM, "", h_inv, P_CUSTOM);
+Reg r_wbv("s_dcache_wb_vol", FAM_SMEM, "", h_write_back, P_CUSTOM);
 
 }  // namespace
 }  // namespace emu

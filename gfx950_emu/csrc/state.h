@@ -322,6 +322,8 @@ void set_tag(Wave&, int reg, int count, int cls, u64 seq);
 inline u32 scope_level(u32 flags) { return flags & F_SC1 ? (flags & F_SC0 ? 2 : 1) : 0; }
 void scope_write(Machine&, const Writer&, const u64* addr, u64 lanes, u32 bytes);
 void scope_read(Wave&, const u64* addr, u64 lanes, u32 bytes, u32 level);
+void scope_scalar_read(Wave&, u64 addr, u32 bytes);
+void scope_scalar_invalidate(Wave&);
 u64 scope_now(Machine&);
 void scope_write_back(Wave&, u32 level, u64 issued);
 void scope_invalidate(Wave&, u32 flags);

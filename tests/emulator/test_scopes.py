@@ -171,3 +171,84 @@ def test_a_wave_that_holds_a_lock_runs_again():
         report, wrong = run(case, Schedule("priority", seed, (1, 2000)))
         report.raise_for_findings()
         assert not wrong
+
+
+SCALAR = """
+s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_mov_b32 v1, 0
+v_mov_b32 v2, 1
+v_mov_b32 v3, 42
+s_mov_b64 exec, 1
+s_cmp_eq_u32 s2, 0
+s_waitcnt lgkmcnt(0)
+{early}
+s_cbranch_scc0 reader
+global_store_dword v1, v3, s[4:5] offset:64{through}
+s_waitcnt vmcnt(0)
+global_store_dword v1, v2, s[4:5] offset:256 sc1
+s_endpgm
+reader:
+global_load_dword v4, v1, s[4:5] offset:256 sc1
+s_waitcnt vmcnt(0)
+v_readfirstlane_b32 s8, v4
+s_cmp_eq_u32 s8, 1
+s_cbranch_scc0 reader
+{refresh}
+s_load_dword s9, s[4:5], 0x40
+s_waitcnt lgkmcnt(0)
+v_mov_b32 v5, s9
+global_store_dword v1, v5, s[6:7]
+"""
+EARLY = "s_load_dword s9, s[4:5], 0x40\ns_waitcnt lgkmcnt(0)"
+
+
+@pytest.mark.parametrize(
+    "early,through,refresh,text",
+    [
+        (EARLY, " sc1", "s_dcache_inv\nbuffer_inv sc1", None),
+        ("", " sc1", "", None),  # nothing was cached before
+        (EARLY, " sc1", "buffer_inv sc1", "scalar cache may hold"),
+        (EARLY, " sc1", "", "scalar cache may hold"),
+        (EARLY, " sc1", "s_dcache_inv", "L2 may hold"),
+        ("", "", "s_dcache_inv\nbuffer_inv sc1", "not written back"),
+    ],
+)
+def test_scalar_loads_of_what_another_workgroup_stored(early, through, refresh, text):
+    code = kernel(SCALAR.format(early=early, through=through, refresh=refresh))
+    details = set()
+    for seed in range(20):
+        raw = np.zeros(256, np.uint32)
+        a, b = raw[-raw.ctypes.data % 512 // 4 :][:128], np.zeros(16, np.uint32)
+        report = launch(code, "k", 2, 64, [a, b], schedule=Schedule("random", seed, (1, 30)))
+        assert report.status == "finished"
+        details |= {f.detail for f in report.findings if f.text.startswith("s_load")}
+        if text is None:
+            assert report.ok, report.findings
+    assert text is None or any(text in d for d in details), details
+
+
+def test_a_scalar_load_of_what_its_own_workgroup_stored():
+    """A CU's own stores do not reach its scalar cache either."""
+    body = """
+    s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_mov_b32 v1, 0
+    v_mov_b32 v3, 42
+    s_waitcnt lgkmcnt(0)
+    s_load_dword s9, s[4:5], 0x0
+    s_waitcnt lgkmcnt(0)
+    global_store_dword v1, v3, s[4:5]
+    s_waitcnt vmcnt(0)
+    {refresh}
+    s_load_dword s9, s[4:5], 0x0
+    s_waitcnt lgkmcnt(0)
+    """
+    for refresh, good in (("s_dcache_inv", True), ("", False), ("buffer_inv sc1", False)):
+        a = np.zeros(64, np.uint32)
+        code = kernel(body.format(refresh=refresh))
+        report = launch(code, "k", 1, 64, [a, a])
+        assert report.ok == good
+        assert all("scalar cache" in f.detail for f in report.findings)
+        machine = Machine()  # a launch starts with an empty scalar cache
+        for _ in range(2):
+            machine.launch(kernel(body.format(refresh="s_dcache_inv")), "k", 1, 64, [a, a])
+        machine.run().raise_for_findings()

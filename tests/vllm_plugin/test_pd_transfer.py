@@ -14,7 +14,7 @@ from rocm_msa.cache.convert import to_vllm
 from rocm_msa.demo.server import free_port
 from rocm_msa.errors import ConfigError
 from rocm_msa.vllm_plugin.nixl.checks import identities
-from rocm_msa.vllm_plugin.nixl.control import ControlServer
+from rocm_msa.vllm_plugin.nixl.control import ControlError, ControlServer
 from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 from tests.vllm_plugin.pd_ranks import BLOCKS, sides
@@ -171,6 +171,24 @@ def test_no_answer_is_a_failure_after_one_retry():
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)["retries"] == 1
         assert counts(target)["failed_handshake"] == 1
+
+
+def test_courtesies_to_a_silent_engine_do_not_hold_up_others():
+    with sides({}, {"control_timeout_seconds": 0.4}) as (source, target):
+        client, silent = target.ranks[0].client, free_port()
+
+        def ask(port, courtesy):
+            return client.ask(
+                "127.0.0.1", port, source.engine, "renew", courtesy=courtesy, requests=[]
+            )
+
+        with pytest.raises(ControlError, match="no answer"):
+            ask(silent, False).result()
+        start = time.monotonic()
+        lost = [ask(silent, True) for _ in range(100)]
+        assert ask(source.port, False).result() == {"held": {}}
+        assert time.monotonic() - start < 10  # 100 waits by 8 threads would take 5 s and more
+        assert all("not asked" in str(f.exception()) for f in lost[:20])
 
 
 def test_prefill_gone_between_handshake_and_read():

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import socket as socket_module
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from socket import SOCK_STREAM
@@ -29,7 +30,7 @@ from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
 logger = logging.getLogger("vllm.rocm_msa.nixl")
 
 _POLL_MS = 100
-_CLIENT_THREADS = 4
+_CLIENT_THREADS = 8
 
 
 class ControlError(RuntimeError):
@@ -117,34 +118,45 @@ class ControlServer:
 
 
 class ControlClient:
-    """Asks control servers from a few threads; an answer or an error comes within the timeout."""
+    """Asks control servers from a few threads; an answer or an error comes within the timeout.
+
+    A courtesy (a message that nobody waits for) to a server that has just been silent is not sent,
+    so that many of them cannot hold up questions to other servers.
+    """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
+        self._silent_until: dict[str, float] = {}
         self._context = zmq.Context()
         self._threads = ThreadPoolExecutor(_CLIENT_THREADS, thread_name_prefix="rocm-msa-kv-ask")
         self._local = threading.local()
 
-    def ask(self, host: str, port: int, engine: str, op: str, **fields: Any) -> Future:
+    def ask(
+        self, host: str, port: int, engine: str, op: str, *, courtesy: bool = False, **fields: Any
+    ) -> Future:
         """The answer's map; raises ControlError or Refused from the future."""
         message = {"wire": WIRE_VERSION, "to": engine, "op": op, **fields}
-        return self._threads.submit(self._call, host, port, message)
+        address = f"tcp://{_bracketed(host)}:{port}"
+        return self._threads.submit(self._call, address, message, courtesy)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._context.destroy(linger=0)
 
-    def _call(self, host: str, port: int, message: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, address: str, message: dict[str, Any], courtesy: bool) -> dict[str, Any]:
+        if courtesy and time.monotonic() < self._silent_until.get(address, 0.0):
+            raise ControlError(f"{message['op']}: {address} has been silent, not asked")
         sockets = self._local.__dict__.setdefault("sockets", {})
-        address = f"tcp://{_bracketed(host)}:{port}"
         if address not in sockets:
             sockets[address] = self._connect(address)
         socket = sockets[address]
         try:
             socket.send(msgspec.msgpack.encode(message))
             if not socket.poll(int(self.timeout * 1000)):
+                self._silent_until[address] = time.monotonic() + self.timeout
                 raise ControlError(f"{message['op']}: no answer from {address} in {self.timeout} s")
             answer = msgspec.msgpack.decode(socket.recv())
+            self._silent_until.pop(address, None)
         except BaseException as error:
             # A REQ socket that got no answer cannot ask again.
             with contextlib.suppress(zmq.ZMQError):

@@ -96,13 +96,17 @@ class RowReader:
         load.started = time.monotonic()
         self.loads[load.request] = load
 
-    def forget(self, remote: Remote) -> Future:
-        """This rank needs nothing (more) of a request; the answer need not be waited for."""
+    def forget(self, remote: Remote) -> None:
+        """This rank needs nothing (more) of a request; nobody waits for the answer."""
+        self._ask_to_commit(remote, courtesy=True)
+
+    def _ask_to_commit(self, remote: Remote, *, courtesy: bool = False) -> Future:
         return self.client.ask(
             remote.host,
             remote.port,
             remote.engine,
             "commit",
+            courtesy=courtesy,
             request=remote.request,
             reader=self.engine,
             rank=self.peers.rank,
@@ -222,7 +226,7 @@ class RowReader:
         arrival.convert(
             self.rows, load.local_blocks, peer.fingerprint["packing"], self.options.packing
         )
-        load.commit, load.stage = self.forget(load.remote), "commit"
+        load.commit, load.stage = self._ask_to_commit(load.remote), "commit"
 
     def _on_commit(self, load: Load) -> None:
         if not load.commit.done():

@@ -127,11 +127,21 @@ class RowScheduler:
             # It ends before its KV was asked for: nobody will read it.
             request.kv_transfer_params["do_remote_prefill"] = False
             self.client.ask(
-                remote.host, remote.port, remote.engine, "cancel", request=remote.request
+                remote.host,
+                remote.port,
+                remote.engine,
+                "cancel",
+                courtesy=True,
+                request=remote.request,
             )
             return False, None
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode") or request.status not in HANDED_OVER:
+            return False, None
+        if request.prompt_token_ids is None:
+            logger.warning(
+                "Request %s: a prompt without token ids is not handed over", request.request_id
+            )
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         blocks = list(block_ids[: _blocks(tokens)])
@@ -212,7 +222,7 @@ class Renewals:
                 for remote in self._requests.values():
                     by_peer.setdefault(remote.peer, []).append(remote.request)
             for (engine, host, port), requests in by_peer.items():
-                self._client.ask(host, port, engine, "renew", requests=requests)
+                self._client.ask(host, port, engine, "renew", courtesy=True, requests=requests)
 
 
 def _remote(request: Any) -> Remote | None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from rocm_msa.cache.outer_block import OuterBlockRow
+from rocm_msa.cache.pages import Page
 from rocm_msa.vllm_plugin.nixl.agent import RowAgent
 from rocm_msa.vllm_plugin.nixl.checks import BlockTable
 from rocm_msa.vllm_plugin.nixl.control import ControlClient
 from rocm_msa.vllm_plugin.nixl.fingerprint import fingerprint
-from rocm_msa.vllm_plugin.nixl.memory import RowMemory, Rows, draft_pages, locate
+from rocm_msa.vllm_plugin.nixl.memory import RowMemory, draft_pages, locate
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 from rocm_msa.vllm_plugin.nixl.peers import Peers
 from rocm_msa.vllm_plugin.nixl.reader import RowReader
@@ -41,13 +42,16 @@ class RankMetadata(KVConnectorHandshakeMetadata):
 class RowWorker:
     """One rank's worker half of the connector."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options):
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, engine: str, options: TransferOptions
+    ):
         self.vllm_config, self.kv_cache_config = vllm_config, kv_cache_config
         self.engine, self.options = engine, options
         self.serving: Serving = resolve(vllm_config)
         self.rank = get_tensor_model_parallel_rank()
         self.counts = TransferCounts()
         self.metadata: RankMetadata | None = None
+        self._draft: tuple[Page, ...] = ()
         self._sent: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -57,10 +61,9 @@ class RowWorker:
             ConfigError: they are not where the declared row says.
             RuntimeError: NIXL is missing.
         """
-        specs = layer_specs(self.kv_cache_config)
-        base_row = self.row_at(self.serving.rank.tp)
-        self._draft = draft_pages(kv_caches, specs, base_row)
-        row = self.row_at(self.serving.rank.tp)
+        specs, tp = layer_specs(self.kv_cache_config), self.serving.rank.tp
+        self._draft = draft_pages(kv_caches, specs, self.row_at(tp))
+        row = self.row_at(tp)
         self.rows = locate(kv_caches, self.kv_cache_config.num_blocks, row)
         self.agent = RowAgent(self.options, self.rows.device_type)
         memory = self.rows.memory
@@ -94,8 +97,6 @@ class RowWorker:
             row.nbytes,
             len(row.pages),
         )
-
-    _draft: tuple = ()
 
     def row_at(self, tp: int) -> OuterBlockRow:
         """The declared row of one rank among `tp`, this engine's draft pages included."""
@@ -170,6 +171,3 @@ class RowWorker:
             draft=draft_name(self.vllm_config),
             options=self.options,
         )
-
-
-__all__ = ["RankMetadata", "RowWorker", "Rows", "TransferOptions"]

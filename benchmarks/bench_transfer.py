@@ -11,10 +11,10 @@ a prefill process that only serves, and a decode process that reads one request 
 
 Blocks are adjacent ("fresh") or in random order on both sides ("mixed": rows cannot be merged).
 Seconds are from the first call to the last byte, with the making of descriptors; CPU seconds are
-those of both processes together; `ms`, `best` (the
-quickest repeat), `post` (until the call returned) and `CPU` are milliseconds. The transport is what UCX finds (shared memory on one host), or
-`--tls`. Memory is host memory: the ratios say what descriptors cost here, not what a GPU's network
-card would reach.
+those of both processes together; `ms`, `best` (the quickest repeat), `post` (until the call that
+posts returned) and `CPU` are milliseconds. The transport is what UCX finds (shared memory on one
+host), or `--tls`. Memory is host memory: the ratios say what descriptors cost here, not what a
+GPU's network card would reach.
 """
 
 from __future__ import annotations

@@ -300,6 +300,7 @@ def compile_triton(
     num_warps: int = 4,
     num_stages: int = 2,
     aligned: tuple[str, ...] | None = None,
+    small: tuple[str, ...] = (),
     arch: str = ARCH,
     **options: Any,
 ) -> Compiled:
@@ -307,6 +308,7 @@ def compile_triton(
 
     signature   Triton's type of each run-time argument: {"x": "*bf16", "n": "i32"}
     aligned     arguments that are multiples of 16; None stands for every pointer
+    small       pointers to less than 2 GiB: buffer instructions may be used for them
     options     further options of Triton's AMD backend: waves_per_eu, matrix_instr_nonkdim, ...
     """
     try:
@@ -325,15 +327,14 @@ def compile_triton(
     if aligned is None:
         aligned = tuple(name for name, kind in signature.items() if kind.startswith("*"))
     types = {name: signature.get(name, "constexpr") for name in names}
-    source = ASTSource(
-        fn,
-        signature=types,
-        constexprs=constexprs,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    for name in small:
+        attrs.setdefault((names.index(name),), []).append(["tt.pointer_range", 32])
+    source = ASTSource(fn, signature=types, constexprs=constexprs, attrs=attrs)
     # Said aloud: Triton warns that its default changes.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True} | options
-    build = (fn.cache_key, types, constexprs, sorted(aligned), sorted(options.items()), arch)
+    pointers = (sorted(aligned), sorted(small))
+    build = (fn.cache_key, types, constexprs, *pointers, sorted(options.items()), arch)
     target = GPUTarget("hip", arch, WAVE_SIZE)
     compiled = triton.compile(source, target=target, options=options)
     facts = compiled.metadata

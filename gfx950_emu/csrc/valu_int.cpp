@@ -156,11 +156,37 @@ void h_bitop3_b16(Wave& w, const Inst& i) {
 }
 Reg r_bitop3_b16("v_bitop3_b16", FAM_VALU, "db16 sb16 sb16 sb16", h_bitop3_b16);
 
-OP_64(v_mov_b64, "db64 sb64", 1, a)
-OP_64(v_lshlrev_b64, "db64 sb32 sb64", 2, b << (a & 63))
-OP_64(v_lshrrev_b64, "db64 sb32 sb64", 2, b >> (a & 63))
-OP_64(v_ashrrev_i64, "db64 sb32 sb64", 2, (u64)((i64)b >> (a & 63)))
-OP_64(v_lshl_add_u64, "db64 sb64 sb32 sb64", 3, (a << (b & 7)) + c)
+// A dword of a 64-bit result that depends on the same dword of its sources alone, as compilers know:
+// they leave the other dwords undefined when only this one is used.
+enum Alone { LOW = 1, HIGH = 2 };
+template <int Which, Handler F>
+void by_dword(Wave& w, const Inst& i) {
+  u64 all = undef_sources(w, i), part[2] = {0, 0};
+  for (const Operand& o : i.src)
+    for (int k = 0; k < 2; k++) {
+      int reg = o.reg + (o.width == 2 ? k : 0);
+      if (o.kind == K_VGPR) part[k] |= w.undef[reg];
+      if (o.kind == K_SGPR && w.sundef[reg]) part[k] = ~0ull;
+    }
+  F(w, i);
+  spread_undef(w, i, all);
+  for (int k = 0; k < 2; k++) {
+    u64& u = w.undef[i.dst[0].reg + k];
+    if (Which >> k & 1) u = (u & ~w.wmask) | (part[k] & w.wmask);
+  }
+}
+#define OP_DWORDS(N, FORM, COUNT, WHICH, E)                                                   \
+  static void h_##N(Wave& w, const Inst& i) {                                                 \
+    lanes64(w, i, COUNT, [&]([[maybe_unused]] u64 a, [[maybe_unused]] u64 b,                  \
+                             [[maybe_unused]] u64 c) -> u64 { return E; });                   \
+  }                                                                                           \
+  static Reg r_##N(#N, FAM_VALU, FORM, by_dword<WHICH, h_##N>, P_CUSTOM);
+
+OP_DWORDS(v_mov_b64, "db64 sb64", 1, LOW | HIGH, a)
+OP_DWORDS(v_lshlrev_b64, "db64 sb32 sb64", 2, LOW, b << (a & 63))
+OP_DWORDS(v_lshrrev_b64, "db64 sb32 sb64", 2, HIGH, b >> (a & 63))
+OP_DWORDS(v_ashrrev_i64, "db64 sb32 sb64", 2, HIGH, (u64)((i64)b >> (a & 63)))
+OP_DWORDS(v_lshl_add_u64, "db64 sb64 sb32 sb64", 3, LOW, (a << (b & 7)) + c)
 
 // Carries: a mask in an SGPR pair. `in` adds the carry of another one.
 template <class F>

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from gfx950_emu import Schedule
 from rocm_msa import ops
 from rocm_msa.cache import IndexCache, MainCache
+from tests.launcher.emulated import SCHEDULES
 from tests.ops.cases import (
     DTYPES,
     empty_cache,
@@ -31,15 +32,6 @@ from tests.ops.test_triton_ops import close, edge_values, topk_scores
 
 DIM = 128
 FEW = (Schedule(), Schedule("random", 3, (1, 100_000)))
-MANY = [
-    Schedule("round_robin", 0, (1, 1)),
-    Schedule("round_robin", 0, (100_000, 100_000)),
-    *(Schedule("random", seed, (1, 100_000)) for seed in range(6)),
-    *(Schedule("random", seed, (1, 8)) for seed in range(4)),
-    *(Schedule("priority", seed, (1, 2000)) for seed in range(4)),
-    *(Schedule("starve", 0, (1, 500), starve=who) for who in
-      ((0, None, None), (None, 0, None), (None, None, 0), (None, None, 1))),
-]  # fmt: skip
 LENS = [200, 0, 129, 1]
 PAGES = 5  # of the caches that qkv_insert writes
 ODD = 6  # bytes beside a page: then no page but by chance lies on a multiple of 4
@@ -119,9 +111,9 @@ def test_sparse_decode(dtype, large):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_decode_under_all_schedules(dtype):
-    assert len(MANY) >= 20
+    assert len(SCHEDULES) >= 20
     case = decode_case(dtype, torch.bfloat16, 1, lens=[129])
-    results = [check_decode(case, schedule) for schedule in MANY]
+    results = [check_decode(case, schedule) for schedule in SCHEDULES]
     assert all(torch.equal(results[0], r) for r in results)
 
 
@@ -169,7 +161,7 @@ def test_prefill_and_dense(dtype):
 def test_prefill_and_dense_under_all_schedules(op):
     case = prefill_case("nvfp4", lens=[129], counts=[2], padding=1)
     ids = [lists(4, 2, len(case[1]), 3, 3)] if op is ops.sparse_prefill else []
-    results = [check_prefill(case, op, ids, schedule) for schedule in MANY]
+    results = [check_prefill(case, op, ids, schedule) for schedule in SCHEDULES]
     assert all(torch.equal(results[0], r) for r in results)
 
 
@@ -213,7 +205,7 @@ def test_scores(dtype, rows):
 @pytest.mark.parametrize("rows", [0, 1])
 def test_scores_under_all_schedules(rows):
     case = prefill_case("nvfp4", lens=[129], counts=[2], padding=1)
-    results = [check_scores(case, 1, rows, schedule) for schedule in MANY]
+    results = [check_scores(case, 1, rows, schedule) for schedule in SCHEDULES]
     assert all(torch.equal(results[0], r) for r in results)
 
 
@@ -250,7 +242,7 @@ def check_topk(blocks, topk, init, local, schedule):
 
 @pytest.mark.parametrize("case", TOPK, ids=str)
 def test_block_topk(case):
-    for schedule in MANY if case == TOPK[1] else FEW:
+    for schedule in SCHEDULES if case == TOPK[1] else FEW:
         check_topk(*case, schedule)
 
 
@@ -330,7 +322,7 @@ def test_qkv_insert(main, index):
 
 
 def test_qkv_insert_under_all_schedules():
-    for schedule in MANY:
+    for schedule in SCHEDULES:
         check_insert("nvfp4", "nvfp4", schedule, tokens=3)
 
 

@@ -18,15 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 
 from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedule
+from rocm_msa import ops
 from rocm_msa.flydsl_compile import (
     ARCH,
     TRITON_HIDDEN_POINTERS,
@@ -38,6 +43,12 @@ from rocm_msa.ops import dispatch
 
 CACHES = ("pages", "main_pages", "index_pages")
 """Arguments of the ops' kernels that are larger than 2 GiB in service."""
+
+
+PLACE = "emulated"
+"""First word of the key of our specialisations in a function's table of them."""
+
+OPS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/triton_impl.py"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ def specialise(
     kwargs = {"enable_fp_fusion": True} | kwargs  # the default, said aloud: Triton warns about it
     if fn.is_gluon():
         raise NotImplementedError(f"{fn.__name__}: a Gluon kernel is not for {arch}")
-    place = f"emulated {arch}"
+    place = f"{PLACE} {arch}"
     if place not in fn.device_caches:
         backend = HIPBackend(GPUTarget("hip", arch, WAVE_SIZE))
         binder = jit.create_function_from_signature(fn.signature, fn.params, backend)
@@ -146,20 +157,32 @@ def install(emulation: Emulation, *, default: bool = False) -> Callable[[], None
 
     default: whether ops that are given no backend take Triton for CPU tensors too.
     """
-    before = jit.JITFunction.run, dispatch._fault, dispatch._on_cpu
 
     def run(fn, *args, grid, warmup, **kwargs):
         emulation.launch(fn, grid, args, kwargs)
 
-    def fault(backend, device):
-        return None if backend == "triton" else before[1](backend, device)
+    find_fault = dispatch._fault
 
-    jit.JITFunction.run, dispatch._fault = run, fault
+    def fault(backend, device):
+        return None if backend == "triton" else find_fault(backend, device)
+
+    patches = [(jit.JITFunction, "run", run), (dispatch, "_fault", fault)]
     if default:
-        dispatch._on_cpu = lambda device: False
+        patches.append((dispatch, "_on_cpu", lambda device: False))
+    # The ops see an AMD GPU: what they then choose is what is to be run.
+    patches.append((torch.version, "hip", "emulated"))
+    for name in OPS:
+        importlib.import_module(f"rocm_msa.ops.{name}.triton_impl")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rocm_msa.ops.") and hasattr(module, "target_of"):
+            patches.append((module, "target_of", lambda x: emulation.arch))
+    before = [(place, name, getattr(place, name)) for place, name, _ in patches]
+    for place, name, value in patches:
+        setattr(place, name, value)
 
     def uninstall() -> None:
-        jit.JITFunction.run, dispatch._fault, dispatch._on_cpu = before
+        for place, name, value in before:
+            setattr(place, name, value)
 
     return uninstall
 

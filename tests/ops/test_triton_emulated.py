@@ -117,6 +117,25 @@ def test_sparse_decode_under_all_schedules(dtype):
     assert all(torch.equal(results[0], r) for r in results)
 
 
+@pytest.mark.parametrize("dtype", ["nvfp4", *(pytest.param(d, marks=slow) for d in KINDS[1:])])
+def test_sparse_decode_of_shared_pages(dtype):
+    """32 rows whose requests begin with the same two pages: right, and the same bits alone."""
+    rows, batch = 4, make_batch([300] * 8, dtype=dtype, head_dim=DIM, gap=48)
+    batch.table[:, :2] = batch.table[0, :2]
+    q, ids = queries(5, 8 * rows, 4, DIM), lists(3, 2, 8 * rows, 3, 3)
+    arguments = (q, batch.main, ids, batch.table, batch.seq_lens, rows, 0.3)
+    want = ops.sparse_decode(*arguments, return_lse=True, backend="reference")
+    out = check_decode((batch, arguments, want), FEW[1])
+    for request in (0, 5):
+        own, part = slice(request, request + 1), slice(request * rows, (request + 1) * rows)
+        with machine():
+            alone = ops.sparse_decode(
+                q[part], batch.main, ids[:, part].contiguous(), batch.table[own],
+                batch.seq_lens[own], rows, 0.3, backend="triton",
+            )  # fmt: skip
+        assert torch.equal(alone, out[part])
+
+
 @slow
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,8 +20,12 @@ Buffer::Buffer(Wave& w, int s)
 BufferAccess::BufferAccess(Wave& w, const Inst& i)
     : b(w, i.src[1].reg), soffset(read_scalar(w, i.src[2])), immediate(i.offset) {
   check_memory_address(w, i);
-  if (i.flags & F_IDXEN) index = w.reg(i.src[0].reg);
-  if (i.flags & F_OFFEN) offset = w.reg(i.src[0].reg + (index ? 1 : 0));
+  auto copied = [&](int reg, Lanes& to) {
+    memcpy(to.x, w.reg(reg), sizeof to.x);
+    return to.x;
+  };
+  if (i.flags & F_IDXEN) index = copied(i.src[0].reg, index_copy);
+  if (i.flags & F_OFFEN) offset = copied(i.src[0].reg + (index ? 1 : 0), offset_copy);
 }
 
 u64 BufferAccess::place(int l, u32 extra) const {

@@ -22,8 +22,9 @@ struct BufferAccess {
   Buffer b;
   u32 soffset;
   i32 immediate;
-  const u32 *index = nullptr, *offset = nullptr;
+  const u32 *index = nullptr, *offset = nullptr;  // copies: a load may overwrite its address
   BufferAccess(Wave&, const Inst&);  // reports undefined addresses
+  BufferAccess(const BufferAccess&) = delete;
   bool swizzled() const { return b.swizzle && b.stride; }
   bool structured() const { return b.stride && (index || b.add_tid); }
   u32 record(int l) const { return (index ? index[l] : 0) + (b.add_tid ? (u32)l : 0); }
@@ -32,6 +33,9 @@ struct BufferAccess {
   bool in_range(int l, u32 extra, u32 bytes) const;
   // Addresses of `bytes` at `extra` past each lane's place; lanes out of range are left out.
   Address part(Wave&, u32 extra, u32 bytes) const;
+
+ private:
+  Lanes index_copy, offset_copy;
 };
 
 }  // namespace emu

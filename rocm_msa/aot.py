@@ -33,16 +33,20 @@ from rocm_msa.config import ModelConfig
 from rocm_msa.errors import check_int, expect
 from rocm_msa.flydsl_compile import FLYDSL_VERSION, Compiled
 from rocm_msa.kernel_manifest import Argument, Entry, Manifest, ManifestError
-from rocm_msa.kernel_sources import source_digest
+from rocm_msa.kernel_sources import newer_sources, source_digest
 
 MODULES: tuple[str, ...] = (
+    "rocm_msa.ops.block_topk.flydsl_gfx950",
     "rocm_msa.ops.index_score_decode.flydsl_gfx950",
+    "rocm_msa.ops.index_score_prefill.flydsl_gfx950",
     "rocm_msa.ops.qkv_insert.flydsl_gfx950",
     "rocm_msa.ops.sparse_decode.flydsl_gfx950",
+    "rocm_msa.ops.sparse_prefill.flydsl_gfx950",
 )
 """The modules of the ops that have FlyDSL kernels; an op joins with its line here."""
 
 ACTIVATION_DTYPES = ("bf16", "fp16", "fp32")
+_STARTED = time.time()
 
 
 class Build(Protocol):
@@ -208,7 +212,7 @@ def compile_builds(
     entries = {name: _cached(folder, build) for name, build in symbols.items()}
     lost = [name for name, entry in entries.items() if entry is None]
     if lost:
-        raise RuntimeError(f"{folder}: just compiled and not there any more: {lost}")
+        raise RuntimeError(f"sources changed while these were compiled: {lost}; run again")
     _publish(folder, directory, entries, arch)
     if not use_cache:
         shutil.rmtree(folder)
@@ -257,6 +261,10 @@ def _compile_into(folder: Path, build: Build) -> None:
     """Compile one build and leave `<digest>.hsaco`, `<digest>.json` in `folder`."""
     digest, name = _digest(build), type(build).__module__
     compiled = importlib.import_module(name).compile_build(build)
+    # Modules may have been imported before an edit that the digest saw, or the other way round.
+    newer = newer_sources(name, _STARTED)
+    if newer:
+        raise RuntimeError(f"sources changed since this process began: {newer}; run again")
     entry = _entry(compiled, build, digest)
     data = compiled.code_object
     for path, content in (

@@ -33,9 +33,20 @@ def source_digest(module: str, parameters: Mapping[str, Any]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def newer_sources(module: str, moment: float) -> list[str]:
+    """Modules that `source_digest` covers and that were written after `moment` (Unix time)."""
+    return [name for name, path in _files(module).items() if path.stat().st_mtime > moment]
+
+
 @functools.cache
 def _sources(module: str) -> tuple[str, ...]:
-    """`name:digest` of each file that `module` imports from its own top-level package."""
+    """`name:digest` of each file of the digest."""
+    files = sorted(_files(module).items())
+    return tuple(f"{name}:{hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in files)
+
+
+def _files(module: str) -> dict[str, Path]:
+    """`module` and all that it imports of its own top-level package and of rocm_msa."""
     top, todo, found = module.partition(".")[0], [module], {}
     tops = {top, "rocm_msa"}
     while todo:
@@ -45,10 +56,9 @@ def _sources(module: str) -> tuple[str, ...]:
         path = _file(name)
         if path is None:
             continue  # `from module import value`
-        text = path.read_text()
-        found[name] = hashlib.sha256(text.encode()).hexdigest()
-        todo += _imports(text, name, path.name == "__init__.py")
-    return tuple(f"{name}:{found[name]}" for name in sorted(found))
+        found[name] = path
+        todo += _imports(path.read_text(), name, path.name == "__init__.py")
+    return found
 
 
 def _imports(text: str, name: str, is_package: bool) -> list[str]:

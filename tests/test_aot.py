@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import rocm_msa
 from gfx950_emu import CodeObject
 from rocm_msa import aot, kernel_manifest, kernel_sources
 from rocm_msa.aot import ServingConfig, builds, compile_builds
@@ -55,6 +57,11 @@ def test_every_op_keeps_to_the_protocol():
     for name in aot.MODULES:
         module = aot.importlib.import_module(name)
         assert all(callable(getattr(module, f)) for f in ("needs", "run", "compile_build"))
+
+
+def test_every_op_with_kernels_is_in_the_table():
+    files = (Path(rocm_msa.__file__).parent / "ops").glob("*/flydsl_gfx950.py")
+    assert {f"rocm_msa.ops.{f.parent.name}.flydsl_gfx950" for f in files} == set(aot.MODULES)
 
 
 def test_the_folder_holds_what_the_manifest_says(own_cache, tmp_path):
@@ -135,6 +142,23 @@ def test_refused(own_cache, tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "kernel_metadata", lambda *a: facts | {".args": facts[".args"][1:]})
     with pytest.raises(ValueError, match="toy_add1: its `launch` must take exactly"):
         compile_builds([toy.Build(1)], tmp_path, processes=1)
+
+
+def test_sources_that_change_meanwhile(own_cache, tmp_path, monkeypatch):
+    compile_kernel = toy.compile_build
+
+    def compile_build(build):
+        monkeypatch.setattr(kernel_sources, "_sources", lambda module: ("edited",))
+        return compile_kernel(build)
+
+    monkeypatch.setattr(toy, "compile_build", compile_build)
+    with pytest.raises(RuntimeError, match=r"sources changed while these were .*toy_add1"):
+        compile_builds([toy.Build(1)], tmp_path, processes=1)
+    monkeypatch.setattr(toy, "compile_build", compile_kernel)
+    monkeypatch.setattr(aot, "_STARTED", 0.0)
+    with pytest.raises(RuntimeError, match=r"since this process began: .*tests\.launcher\.toy"):
+        compile_builds([toy.Build(2)], tmp_path, processes=1)
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_code_object_metadata_refuses_other_files():

@@ -294,6 +294,9 @@ ONLY_IN = {
     "0.33": {
         "vllm/config/attention.py": {"AttentionConfig": ["minimax_m3_indexer_cp"]},
         "vllm/config/kernel.py": {"KernelConfig": ["monokernel"]},
+        "vllm/distributed/kv_transfer/kv_connector/v1/base.py": {
+            "KVConnectorBase_V1": ["supports_sleep_mode"],
+        },
     },
 }
 

@@ -131,9 +131,8 @@ def pair(
     )
 
     def engine(made: Engine) -> Engine:
-        return Engine(
-            made.role, made.threads, made.tp, made.extra, common + made.flags, made.environment
-        )
+        flags, environment = common + made.flags, {"VLLM_LOGGING_LEVEL": "INFO"} | made.environment
+        return Engine(made.role, made.threads, made.tp, made.extra, flags, environment)
 
     p_engine = engine(prefill_engine(**(prefill or {})))
     d_engine = engine(decode_engine(**(decode or {})))

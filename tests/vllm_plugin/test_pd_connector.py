@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
 import rocm_msa.vllm_plugin as plugin
@@ -43,6 +44,18 @@ def test_loadable_by_name_and_by_path():
     assert connector.__name__ == CONNECTOR
     assert KVConnectorFactory.supports_hma_config(by_name)
     assert connector.get_required_kvcache_layout(None) == "BLHNC"
+
+
+def test_several_block_tables_are_refused():
+    plugin.register()
+    connector = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
+    config = types.SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
+    )
+    caches = types.SimpleNamespace(kv_cache_groups=[1, 2])
+    with pytest.raises(ConfigError, match=r"KV cache groups: expected one block table .* got 2"):
+        connector(config, KVConnectorRole.WORKER, caches)
+    assert connector.supports_sleep_mode(None) is False
 
 
 class Asks:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rocm_msa.errors import ConfigError, expect
 from rocm_msa.vllm_plugin.nixl.metrics import RowPromMetrics, RowStats
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 from rocm_msa.vllm_plugin.nixl.scheduler import RowScheduler, StepOrders
@@ -37,6 +38,12 @@ class RocmMsaNixlConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = TransferOptions.read(transfer.kv_connector_extra_config)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ConfigError(
+                "RocmMsaNixlConnector cannot serve this model",
+                [expect("KV cache groups", "one block table for all layers", groups)],
+            )
         self._scheduler = self._worker = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = RowScheduler(vllm_config, transfer.engine_id, options)
@@ -48,6 +55,11 @@ class RocmMsaNixlConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
         return LAYOUT
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: the registered memory must stay where it is (asked by vLLM 0.33)."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RowStats:

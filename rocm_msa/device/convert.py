@@ -9,7 +9,8 @@ from flydsl.expr.rocdl.inline_asm import cvt_pk_bf16_f32
 
 def fp8_word(values) -> fx.Int32:
     """Four fp32 -> four E4M3 bytes, the first lowest. |x| <= 448 is the caller's business."""
-    word = fx.Int32(0).ir_value()
+    # Both halves are written; what they are written over is a value that ends here, if it does.
+    word = values[0].bitcast(fx.Int32).ir_value()
     for high in (False, True):
         a, b = (x.ir_value() for x in values[2 * high : 2 * high + 2])
         word = rocdl.cvt_pk_fp8_f32(fx.Int32.ir_type, a, b, word, high)

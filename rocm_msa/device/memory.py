@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import flydsl.expr as fx
 from flydsl._mlir import ir
 from flydsl._mlir.dialects import llvm
+from flydsl.expr import rocdl
 
 LDS_ALIGN, FIRST_ALIGN = 16, 1024
 _DYNAMIC = -(2**31)  # LLVM's mark for an index that is a value
@@ -100,6 +101,14 @@ def lds_regions(*sizes: int) -> list[Bytes]:
         place = lds.allocate(size, align).peek().ptr.llvm_ptr if size else None
         found.append(Bytes(place) if size else None)
     return found
+
+
+def loads_are_issued() -> None:
+    """The compiler moves nothing across this point.
+
+    Without it loads sink to their uses, to spare registers, and every use waits for memory anew.
+    """
+    rocdl.sched_barrier(0)
 
 
 def lds_atomic_add(place: Bytes, value: fx.Int32) -> fx.Int32:

@@ -25,7 +25,7 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import Page, main_page
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device import convert, mfma, nvfp4, wave
-from rocm_msa.device.memory import Bytes
+from rocm_msa.device.memory import Bytes, loads_are_issued
 from rocm_msa.ops.flydsl_attend import HEAD_DIM, Q_BYTES
 
 TILES = BLOCK_TOKENS // mfma.TILE
@@ -171,6 +171,7 @@ def load_query(form: Format, query: Bytes, lane) -> list[list[fx.Vector]]:
 def stage_page(form, base, w, lane, table, k_lds, v_lds, live):
     """Wave w: tile w of a page into LDS, K as operands, V as rows. A barrier must follow."""
     loaded = [load_tile(form, base, side, w, lane) for side in ("k", "v")]
+    loads_are_issued()
     k, v = (operand(form, tile, table) for tile in loaded)
     place = k_lds.at(w * (form.pieces * PIECES_BYTES) + lane * PIECE)
     for i in fx.range_constexpr(form.pieces):

@@ -7,14 +7,16 @@ result to q's dtype: half a unit of that dtype, and TOLERANCE of the largest val
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from gfx950_emu import Checks
-from rocm_msa.aot import ServingConfig
+from gfx950_emu import Checks, CodeObject
+from rocm_msa.aot import ServingConfig, compile_builds
 from rocm_msa.cache import CacheDType, MainCache
+from rocm_msa.kernel_manifest import read
 from rocm_msa.ops import sparse_decode
 from rocm_msa.ops.sparse_decode import flydsl_gfx950 as module
 from rocm_msa.ops.sparse_decode import reference_fp8
@@ -34,6 +36,7 @@ from tests.ops.test_sparse_decode import random_ids
 DIM = 128
 HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TOLERANCE = 2.0**-11
+SLOW = pytest.mark.slow
 MODES = pytest.mark.parametrize("stored", [False, True], ids=["rows", "pages"])
 
 
@@ -125,7 +128,7 @@ def small(dtype: str) -> Call:
     [
         ("nvfp4", SCHEDULES),
         *((dtype, SCHEDULES[::6]) for dtype in DTYPES[1:]),
-        *(pytest.param(dtype, SCHEDULES, marks=pytest.mark.slow) for dtype in DTYPES[1:]),
+        *(pytest.param(dtype, SCHEDULES, marks=SLOW) for dtype in DTYPES[1:]),
     ],
 )
 def test_schedules(dtype, schedules):
@@ -176,14 +179,14 @@ def test_poisoned_tails(tail, dtype):
         check(call, stored)
 
 
-@pytest.mark.parametrize("topk", [1, 3, 8, 9, 31])
+@pytest.mark.parametrize("topk", [9, *(pytest.param(k, marks=SLOW) for k in (1, 3, 8, 31))])
 def test_other_list_lengths(topk):
     check(make_call([1500, 900], kv_heads=1, topk=topk, seed=topk))
 
 
-def test_fp16_queries_and_results():
-    for dtype in DTYPES:
-        check(make_call([300, 40], 2, kv_heads=1, dtype=dtype, q_dtype=torch.float16))
+@pytest.mark.parametrize("dtype", ["nvfp4", *(pytest.param(d, marks=SLOW) for d in DTYPES[1:])])
+def test_fp16_queries_and_results(dtype):
+    check(make_call([300, 40], 2, kv_heads=1, dtype=dtype, q_dtype=torch.float16))
 
 
 def test_contexts_up_to_8192_blocks():
@@ -354,6 +357,40 @@ def test_a_shared_page_is_read_and_dequantised_once(requests, rows):
     assert pages.instructions["global_load_dwordx4"] < 2 * 8 * 4 + 2 * requests * rows * 5
     users = 2 * requests * rows
     assert pages.instructions["v_mfma_f32_16x16x128_f8f6f4"] == users * (8 * 2 + 9 * 2)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(manifest entries by kernel, instructions of each) of the NVFP4 kernels."""
+    folder = tmp_path_factory.mktemp("kernels")
+    builds = module.kernel_builds(CacheDType.NVFP4, "bf16", 16)
+    compile_builds(builds, folder, processes=1)
+    entries = {b.kernel: read(folder).kernels[b.symbol] for b in builds}
+    code = {k: CodeObject.from_file(folder / e.file) for k, e in entries.items()}
+    return entries, {k: code[k].kernels[e.symbol].instructions for k, e in entries.items()}
+
+
+def test_registers_and_lds(compiled):
+    """No spills, no scratch; two waves a SIMD, or more where LDS has room for more workgroups."""
+    entries, _ = compiled
+    for kernel, entry in entries.items():
+        r = entry.registers
+        assert not r["vgpr_spills"] and not r["sgpr_spills"] and not r["scratch_bytes"], kernel
+        assert r["vgpr"] + r["agpr"] <= 256 and entry.static_lds <= 160 * 1024, kernel
+
+
+def test_a_page_is_in_flight_as_a_whole(compiled):
+    """`rows` issues the loads of K, V and scales of 128 tokens before it waits for the first."""
+    most, outstanding = 0, 0
+    for instruction in compiled[1]["rows"]:
+        if "global_load" in instruction.text:
+            outstanding += 1
+        elif match := re.search(r"vmcnt\((\d+)\)", instruction.text):
+            outstanding = min(outstanding, int(match[1]))
+        elif "branch" in instruction.text:
+            outstanding = 0
+        most = max(most, outstanding)
+    assert most >= 4 * 8
 
 
 def test_rows_of_a_request_share_its_pages():

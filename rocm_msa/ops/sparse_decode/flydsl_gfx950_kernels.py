@@ -18,7 +18,7 @@ import flydsl.expr as fx
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device import convert, mfma, nvfp4, wave
-from rocm_msa.device.memory import global_bytes, lds_atomic_add, lds_regions
+from rocm_msa.device.memory import global_bytes, lds_atomic_add, lds_regions, loads_are_issued
 from rocm_msa.flydsl_compile import Compiled, compile_flydsl
 from rocm_msa.ops.flydsl_attend import HEADS, Q_BYTES
 from rocm_msa.ops.flydsl_page import (
@@ -62,10 +62,13 @@ PAGES_LANES = PAGES_WAVES * wave.WAVE
 
 
 def compile_kernel(build: Build) -> Compiled:
+    """Compile one kernel."""
     make = {"prepare": prepare, "pages": _pages, "rows": _rows}[build.kernel]
     launch, arguments = make(build)
+    # Waves a SIMD that the registers must allow: as many as the LDS does.
+    waves = 1 if build.kernel == "rows" and build.rows_waves == 4 else 2
     return compile_flydsl(
-        launch, *arguments, kernel=build.symbol, hints={"waves_per_eu": 2}, line_info=False
+        launch, *arguments, kernel=build.symbol, hints={"waves_per_eu": waves}, line_info=False
     )
 
 
@@ -234,6 +237,7 @@ def _rows(build: Build):
                 fx.Int64(number) * stride + fx.Int64(head * form.page.head_bytes)
             )
             k, v = ([load_tile(form, base, side, t, lane) for t in range(TILES)] for side in "kv")
+            loads_are_issued()  # the whole page is in flight
             x = [
                 score(form, operands(form, operand(form, tile, table)), terms, factor) for tile in k
             ]

@@ -47,6 +47,7 @@ u32 encode_small(double x, const Format& f, bool saturate, Round round, u32 nois
   u64 kept;
   if (drop > 62) {
     bool inc = round == Round::Up ? !sign : round == Round::Down ? sign != 0 : false;
+    if (round == Round::Stochastic) inc = drop < 96 && (mant >> (drop - 32)) + noise >> 32;
     kept = inc ? 1 : 0;
   } else {
     u64 rest = mant & ((1ull << drop) - 1), half = 1ull << (drop - 1);

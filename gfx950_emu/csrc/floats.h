@@ -28,9 +28,6 @@ constexpr Format kBf16{8, 7, 127, true, true, 0x7f7f, 0x7fc0, 0x7f80};
 float decode_small(u32 code, const Format& f);
 
 enum class Round { NearestEven, Up, Down, Zero, Stochastic };
-struct Overflow {
-  bool saturate;  // to the largest finite value, otherwise to infinity or NaN
-};
 // `noise`: 32 bits, the highest are added below the last kept bit when rounding is stochastic.
 u32 encode_small(double x, const Format& f, bool saturate, Round round = Round::NearestEven,
                  u32 noise = 0, bool saturate_inf = false);
@@ -68,36 +65,48 @@ inline u32 f32_to_bf16(float x) {
 }
 
 // a * b + c in 16 bits, rounded once: the sum in double is rounded to odd.
+inline double sum_error(double a, double b, double s) {  // a + b - s, s being the rounded sum
+  double z = s - a;
+  return (a - (s - z)) + (b - z);
+}
 inline double fma_odd(double a, double b, double c) {
   double p = a * b, s = p + c;
   if (!std::isfinite(s)) return s;
-  double z = s - p, err = (p - (s - z)) + (c - z);
-  if (err != 0) {
-    u64 v = bit_cast<u64>(s);
-    if (!(v & 1)) {
-      bool away = (err > 0) == (s > 0);
-      v = away ? v + 1 : v - 1;
-    }
-    return bit_cast<double>(v);
-  }
-  return s;
+  double err = sum_error(p, c, s);
+  u64 v = bit_cast<u64>(s);
+  if (err != 0 && !(v & 1)) v = (err > 0) == (s > 0) ? v + 1 : v - 1;
+  return bit_cast<double>(v);
+}
+// a b + c - s of full doubles, s being the rounded sum; its sign is right.
+inline double fma_error(double a, double b, double c, double s) {
+  double p = a * b, low = std::fma(a, b, -p), x = c - s, y = x + p;
+  return y + (sum_error(x, p, y) + sum_error(c, -s, x) + low);
 }
 
 inline bool is_nan(float x) { return x != x; }
 inline float quiet(float x) { return bit_cast<float>(bit_cast<u32>(x) | 0x400000); }
 
-// minNum / maxNum with -0 < +0.
-inline float min_num(float a, float b) {
+inline bool is_nan(double x) { return x != x; }
+inline double quiet(double x) { return bit_cast<double>(bit_cast<u64>(x) | 1ull << 51); }
+inline bool signalling(float x) { return is_nan(x) && !(bit_cast<u32>(x) & 0x400000); }
+inline bool signalling(double x) { return is_nan(x) && !(bit_cast<u64>(x) >> 51 & 1); }
+
+// minNum / maxNum with -0 < +0. A NaN loses, except a signalling one in IEEE mode.
+template <class T>
+inline T min_num(T a, T b, bool ieee = false) {
   bool less = a < b || (a == b && std::signbit(a));
-  float r = less ? a : b;
+  T r = less ? a : b;
   r = is_nan(a) ? b : r;
-  return is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
+  r = is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
+  return ieee && signalling(b) ? quiet(signalling(a) ? a : b) : ieee && signalling(a) ? quiet(a) : r;
 }
-inline float max_num(float a, float b) {
+template <class T>
+inline T max_num(T a, T b, bool ieee = false) {
   bool more = a > b || (a == b && !std::signbit(a));
-  float r = more ? a : b;
+  T r = more ? a : b;
   r = is_nan(a) ? b : r;
-  return is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
+  r = is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
+  return ieee && signalling(b) ? quiet(signalling(a) ? a : b) : ieee && signalling(a) ? quiet(a) : r;
 }
 // IEEE 754-2019 minimum / maximum: a NaN wins.
 inline float minimum(float a, float b) {
@@ -106,11 +115,23 @@ inline float minimum(float a, float b) {
 inline float maximum(float a, float b) {
   return is_nan(a) ? quiet(a) : is_nan(b) ? quiet(b) : max_num(a, b);
 }
-inline float med3(float a, float b, float c) {
-  if (is_nan(a) || is_nan(b) || is_nan(c)) return min_num(min_num(a, b), c);
+inline float med3(float a, float b, float c, bool ieee = false) {
+  if (is_nan(a) || is_nan(b) || is_nan(c)) return min_num(min_num(a, b, ieee), c, ieee);
   float m = max_num(max_num(a, b), c);
   return m == a ? max_num(b, c) : m == b ? max_num(a, c) : max_num(a, b);
 }
+
+// The same on f16 codes: f32 copies whose NaNs still signal.
+inline float f16_code(u32 h) {
+  bool nan = (h & 0x7c00) == 0x7c00 && (h & 0x3ff);
+  return nan ? bit_cast<float>((h & 0x8000) << 16 | 0x7f800000 | (h & 0x3ff) << 13) : f16_to_f32(h);
+}
+inline u32 code_f16(float x) {
+  u32 b = bit_cast<u32>(x);
+  return is_nan(x) ? (b >> 16 & 0x8000) | 0x7c00 | (b >> 13 & 0x3ff) : f32_to_f16(x);
+}
+inline u32 min16(u32 a, u32 b, bool ieee) { return code_f16(min_num(f16_code(a), f16_code(b), ieee)); }
+inline u32 max16(u32 a, u32 b, bool ieee) { return code_f16(max_num(f16_code(a), f16_code(b), ieee)); }
 
 // 2^x in double, to well under a float's half unit; vectorises.
 inline float exp2_of(float x) {

@@ -159,11 +159,16 @@ const u32* fetch16(Wave& w, const Inst& i, int k, Lanes& tmp) {
 void commit_slow(Wave& w, const Inst& i, Lanes& out) {
   const Operand& d = i.dst[0];
   if (d.type == T_F32 && (i.omod || (i.flags & F_CLAMP))) {
-    float m = i.omod == 1 ? 2.f : i.omod == 2 ? 4.f : i.omod == 3 ? .5f : 1.f;
+    const FloatMode m(w);
+    // Hardware ignores omod in IEEE mode and when result denormals are kept; it has no -0.
+    bool scale = i.omod && !m.ieee && !m.out32;
     for (int l = 0; l < kLanes; l++) {
-      float x = i.omod ? f32(out.x[l]) * m : f32(out.x[l]);
-      if (i.flags & F_CLAMP) x = x > 1.f ? 1.f : x > 0.f ? x : 0.f;  // a NaN becomes 0
-      out.x[l] = bits(x);
+      float x = f32(out.x[l]);
+      if (scale) {
+        x *= omod_factor(i.omod);
+        if (std::fabs(x) < 0x1p-126f) x = 0;
+      }
+      out.x[l] = bits(i.flags & F_CLAMP ? m.clamp(x) : x);
     }
   }
   if ((i.flags & F_SDWA) && i.dst_sel != SEL_DWORD) {
@@ -194,21 +199,27 @@ void commit(Wave& w, const Inst& i, const u32* out, int part) {
   put(w, i.dst[0].reg + part, out);
 }
 
-void commit16(Wave& w, const Inst& i, const u32* out) {
+void commit16(Wave& w, const Inst& i, const u32* out, bool keep) {
   Lanes t;
   for (int l = 0; l < kLanes; l++) t.x[l] = out[l] & 0xffff;
   if (i.dst[0].type == T_F16 && (i.omod || (i.flags & F_CLAMP))) {
-    float m = i.omod == 1 ? 2.f : i.omod == 2 ? 4.f : i.omod == 3 ? .5f : 1.f;
+    const FloatMode m(w);
+    bool scale = i.omod && !m.ieee && !m.out16;
     for (int l = 0; l < kLanes; l++) {
-      float x = f16_to_f32(t.x[l]) * m;
-      if (i.flags & F_CLAMP) x = x > 1.f ? 1.f : x > 0.f ? x : 0.f;
-      t.x[l] = f32_to_f16(x);
+      float x = f16_to_f32(t.x[l]), y = x;
+      if (scale) {
+        x *= omod_factor(i.omod);
+        if (std::fabs(x) < 0x1p-14f) x = 0;
+      }
+      if (i.flags & F_CLAMP) x = m.clamp(x);
+      t.x[l] = m.result16(f32_to_f16(x), std::isfinite(y));
     }
   }
-  if (i.op_sel & 8) {  // the high half, the low one stays
-    const u32* old = w.reg(i.dst[0].reg);
+  const u32* old = w.reg(i.dst[0].reg);
+  if (i.op_sel & 8)  // the high half, the low one stays
     for (int l = 0; l < kLanes; l++) t.x[l] = t.x[l] << 16 | (old[l] & 0xffff);
-  }
+  else if (keep)
+    for (int l = 0; l < kLanes; l++) t.x[l] |= old[l] & 0xffff0000;
   if (i.flags & F_SDWA) commit_slow(w, i, t);
   put(w, i.dst[0].reg, t.x);
 }

@@ -70,14 +70,15 @@ SALU(s_sub_i32, X2, true, false, {
   return (u32)r;
 })
 SALU(s_min_i32, X2, true, false, { scc = (i32)a < (i32)b; return scc ? a : b; })
-SALU(s_max_i32, X2, true, false, { scc = (i32)a > (i32)b; return scc ? a : b; })
+SALU(s_max_i32, X2, true, false, { scc = (i32)a >= (i32)b; return scc ? a : b; })
 SALU(s_min_u32, X2, true, false, { scc = a < b; return scc ? a : b; })
-SALU(s_max_u32, X2, true, false, { scc = a > b; return scc ? a : b; })
+SALU(s_max_u32, X2, true, false, { scc = a >= b; return scc ? a : b; })
 SALU(s_mul_i32, X2, false, false, { return (u32)((u32)a * (u32)b); })
 SALU(s_mul_hi_u32, X2, false, false, { return a * b >> 32; })
 SALU(s_mul_hi_i32, X2, false, false, { return (u32)((i64)(i32)a * (i32)b >> 32); })
 SALU(s_absdiff_i32, X2, true, false, {
-  u32 r = (i32)a > (i32)b ? (u32)a - (u32)b : (u32)b - (u32)a;
+  u32 r = (u32)a - (u32)b;  // wraps before its sign is looked at
+  if ((i32)r < 0) r = 0 - r;
   scc = r != 0;
   return r;
 })

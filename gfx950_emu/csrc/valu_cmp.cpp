@@ -20,8 +20,9 @@ void compare(Wave& w, const Inst& i, F f) {
   u64 mask = 0;
   if constexpr (std::is_same_v<T, F16>) {
     const u32 *a = fetch16(w, i, 0, ta), *b = fetch16(w, i, 1, tb);
+    const FloatMode m(w);
     for (int l = 0; l < kLanes; l++)
-      mask |= (u64)f(f16_to_f32(a[l]), f16_to_f32(b[l])) << l;
+      mask |= (u64)f(f16_to_f32(m.read16(a[l])), f16_to_f32(m.read16(b[l]))) << l;
   } else if constexpr (sizeof(T) == 2) {
     const u32 *a = fetch16(w, i, 0, ta), *b = fetch16(w, i, 1, tb);
     for (int l = 0; l < kLanes; l++) mask |= (u64)f((T)a[l], (T)b[l]) << l;
@@ -29,7 +30,13 @@ void compare(Wave& w, const Inst& i, F f) {
     const u32 *a = fetch(w, i, 0, ta), *b = fetch(w, i, 1, tb), *a1 = a, *b1 = b;
     if (sizeof(T) == 8) a1 = fetch(w, i, 0, tc, 1), b1 = fetch(w, i, 1, td, 1);
     u8 r[kLanes];
-    if (std::is_same_v<T, float> && flush32(w)) {
+    const FloatMode m(w);
+    if (std::is_same_v<T, double> && !m.in16) {
+      for (int l = 0; l < kLanes; l++) {
+        u64 x = flush64(join(a[l], a1[l])), y = flush64(join(b[l], b1[l]));
+        r[l] = f(load_as<T>((u32)x, (u32)(x >> 32)), load_as<T>((u32)y, (u32)(y >> 32)));
+      }
+    } else if (std::is_same_v<T, float> && !m.in32) {
       for (int l = 0; l < kLanes; l++)
         r[l] = f(load_as<T>(flush_denorm(a[l]), a1[l]), load_as<T>(flush_denorm(b[l]), b1[l]));
     } else {

@@ -24,22 +24,19 @@ enum Wide { W32, W16, WBF };
 float widen(u32 x, Wide t) {
   return t == W32 ? f32(x) : t == W16 ? f16_to_f32(x & 0xffff) : bf16_to_f32(x & 0xffff);
 }
-u32 narrow(double x, Wide t) {
+u32 narrow(double x, Wide t, bool sat) {  // `sat`: FP16_OVFL
   if (t == W32) return bits((float)x);
-  if (t == W16) return f64_to_f16(x);
+  if (t == W16) return f64_to_f16(sat && std::isfinite(x) ? std::fmin(std::fmax(x, -65504), 65504) : x);
   return x != x ? 0x7fc0 : encode_small(x, kBf16, false);
 }
 
-// v_cvt_f32_fp8 and v_cvt_pk_f32_fp8: bytes chosen by SDWA or, in VOP3, by op_sel.
+// v_cvt_f32_fp8 and v_cvt_pk_f32_fp8: SDWA chooses another byte or word.
 template <int Code>
 void cvt_f32(Wave& w, const Inst& i) {
   Lanes ta, out;
   const u32* a = fetch(w, i, 0, ta);
-  int byte = (i.flags & F_SDWA) ? 0 : (i.op_sel & 3);
-  // op_sel[0] is the high bit of the byte number in this encoding.
-  byte = (byte & 1) << 1 | byte >> 1;
   const float* t = small_tables()[Code];
-  for (int l = 0; l < kLanes; l++) out.x[l] = bits(t[a[l] >> (8 * byte) & 0xff]);
+  for (int l = 0; l < kLanes; l++) out.x[l] = bits(t[a[l] & 0xff]);
   commit(w, i, out.x);
 }
 Reg r_f32_fp8("v_cvt_f32_fp8", FAM_VALU, "df32 sb32", cvt_f32<0>);
@@ -48,12 +45,9 @@ template <int Code>
 void cvt_pk_f32(Wave& w, const Inst& i) {
   Lanes ta, lo, hi;
   const u32* a = fetch(w, i, 0, ta);
-  int word = (i.flags & F_SDWA) ? 0 : (i.op_sel & 1);
   const float* t = small_tables()[Code];
-  for (int l = 0; l < kLanes; l++) {
-    u32 x = a[l] >> (16 * word);
-    lo.x[l] = bits(t[x & 0xff]), hi.x[l] = bits(t[x >> 8 & 0xff]);
-  }
+  for (int l = 0; l < kLanes; l++)
+    lo.x[l] = bits(t[a[l] & 0xff]), hi.x[l] = bits(t[a[l] >> 8 & 0xff]);
   put(w, i.dst[0].reg, lo.x);
   put(w, i.dst[0].reg + 1, hi.x);
 }
@@ -150,10 +144,12 @@ void scale_pk_from(Wave& w, const Inst& i) {
   int width = Code == 4 ? 4 : 8;
   int at = Code == 4 ? ((i.op_sel & 1) | (i.op_sel & 2)) * 8 : (i.op_sel & 1) * 16;
   u32 mask = (1u << width) - 1;
+  const bool sat = ovfl(w);
   for (int l = 0; l < kLanes; l++) {
     double k = scale_of(s[l]);
     u32 x = a[l] >> at;
-    lo.x[l] = narrow(t[x & mask] * k, T), hi.x[l] = narrow(t[x >> width & mask] * k, T);
+    lo.x[l] = narrow(t[x & mask] * k, T, sat);
+    hi.x[l] = narrow(t[x >> width & mask] * k, T, sat);
   }
   if (T == W32) {
     put(w, i.dst[0].reg, lo.x);
@@ -171,7 +167,7 @@ void scale_from(Wave& w, const Inst& i) {
   const float* t = small_tables()[Code];
   int at = (i.op_sel & 3) * 8;
   for (int l = 0; l < kLanes; l++)
-    out.x[l] = narrow(t[a[l] >> at & 0xff] * scale_of(s[l]), T);
+    out.x[l] = narrow(t[a[l] >> at & 0xff] * scale_of(s[l]), T, ovfl(w));
   if (T == W32) put(w, i.dst[0].reg, out.x);
   else put_part(w, i, out, 16);
 }
@@ -234,7 +230,7 @@ void pk32_from(Wave& w, const Inst& i) {
     for (int k = 0; k < 6; k++) words[k] = w.reg(i.src[0].reg + k)[l];
     double k = scale_of(s[l]);
     for (int n = 0; n < 32; n++) {
-      u32 v = narrow(t[six(words, n)] * k, T);
+      u32 v = narrow(t[six(words, n)] * k, T, ovfl(w));
       if (T == W32) out[n].x[l] = v;
       else if (n & 1) out[n / 2].x[l] |= v << 16;
       else out[n / 2].x[l] = v;

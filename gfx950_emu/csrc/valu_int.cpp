@@ -227,7 +227,8 @@ void mad64(Wave& w, const Inst& i) {
     u64 add = join(c[l], d[l]), r;
     if (Signed) {
       i64 p = (i64)(i32)a[l] * (i32)b[l], s;
-      carry |= (u64)__builtin_add_overflow(p, (i64)add, &s) << l;
+      bool over = __builtin_add_overflow(p, (i64)add, &s);
+      carry |= (u64)(over != (s < 0)) << l;  // bit 64 of the sum
       r = (u64)s;
     } else {
       carry |= (u64)__builtin_add_overflow((u64)a[l] * b[l], add, &r) << l;
@@ -287,13 +288,13 @@ void h_ashr_pk_i8(Wave& w, const Inst& i) {
   Lanes t[3], out;
   const u32 *a = fetch(w, i, 0, t[0]), *b = fetch(w, i, 1, t[1]), *c = fetch(w, i, 2, t[2]);
   for (int l = 0; l < kLanes; l++) out.x[l] = ashr_pk(a[l], b[l], c[l], -128, 127);
-  commit16(w, i, out.x);
+  commit16(w, i, out.x, true);
 }
 void h_ashr_pk_u8(Wave& w, const Inst& i) {
   Lanes t[3], out;
   const u32 *a = fetch(w, i, 0, t[0]), *b = fetch(w, i, 1, t[1]), *c = fetch(w, i, 2, t[2]);
   for (int l = 0; l < kLanes; l++) out.x[l] = ashr_pk(a[l], b[l], c[l], 0, 255);
-  commit16(w, i, out.x);
+  commit16(w, i, out.x, true);
 }
 Reg r_ashr_i8("v_ashr_pk_i8_i32", FAM_VALU, "db16 sb32 sb32 sb32", h_ashr_pk_i8);
 Reg r_ashr_u8("v_ashr_pk_u8_i32", FAM_VALU, "db16 sb32 sb32 sb32", h_ashr_pk_u8);

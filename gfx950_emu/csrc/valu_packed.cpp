@@ -28,10 +28,9 @@ void packed16(Wave& w, const Inst& i, int n, bool flips, F f) {
   }
   put(w, i.dst[0].reg, out.x);
 }
-u32 clamp16(const Inst& i, u32 h) {
-  if (!(i.flags & F_CLAMP)) return h;
-  float x = f16_to_f32(h);
-  return f32_to_f16(x > 1 ? 1.f : x > 0 ? x : 0.f);
+u32 clamp16(const FloatMode& m, const Inst& i, u32 h, bool finite) {
+  if (i.flags & F_CLAMP) h = f32_to_f16(m.clamp(f16_to_f32(h)));
+  return m.result16(h, finite);
 }
 float h2f(u32 h) { return f16_to_f32(h); }
 i32 sx(u32 a) { return (i16)a; }
@@ -40,9 +39,11 @@ u32 sat_u(i32 x) { return x > 65535 ? 65535 : x < 0 ? 0 : x; }
 
 #define PK_F(N, COUNT, E)                                                                \
   void h_##N(Wave& w, const Inst& i) {                                                   \
+    const FloatMode m(w);                                                                \
     packed16(w, i, COUNT, true, [&](u32 a_, u32 b_, u32 c_) -> u32 {                     \
+      a_ = m.read16(a_), b_ = m.read16(b_), c_ = m.read16(c_);                           \
       [[maybe_unused]] float a = h2f(a_), b = h2f(b_), c = h2f(c_);                      \
-      return clamp16(i, E);                                                              \
+      return clamp16(m, i, E, std::isfinite(a + b + c));                                 \
     });                                                                                  \
   }                                                                                      \
   Reg r_##N(#N, FAM_VOP3P, COUNT == 3 ? "dpk16 spk16 spk16 spk16" : "dpk16 spk16 spk16", h_##N);
@@ -58,8 +59,8 @@ u32 sat_u(i32 x) { return x > 65535 ? 65535 : x < 0 ? 0 : x; }
 PK_F(v_pk_fma_f16, 3, f64_to_f16(fma_odd(a, b, c)))
 PK_F(v_pk_add_f16, 2, f32_to_f16(a + b))
 PK_F(v_pk_mul_f16, 2, f32_to_f16(a* b))
-PK_F(v_pk_min_f16, 2, f32_to_f16(min_num(a, b)))
-PK_F(v_pk_max_f16, 2, f32_to_f16(max_num(a, b)))
+PK_F(v_pk_min_f16, 2, min16(a_, b_, m.ieee))
+PK_F(v_pk_max_f16, 2, max16(a_, b_, m.ieee))
 PK_F(v_pk_minimum3_f16, 3, f32_to_f16(minimum(minimum(a, b), c)))
 PK_F(v_pk_maximum3_f16, 3, f32_to_f16(maximum(maximum(a, b), c)))
 PK_I(v_pk_mad_i16, 3, CLAMPED ? sat_i(sx(a) * sx(b) + sx(c)) : a * b + c)
@@ -81,6 +82,7 @@ PK_I(v_pk_min_u16, 2, a < b ? a : b)
 template <class F>
 void packed32(Wave& w, const Inst& i, int n, F f) {
   Lanes t[6], out[2];
+  const FloatMode m(w);
   for (int h = 0; h < 2; h++) {
     const u32* p[3] = {nullptr, nullptr, nullptr};
     for (int k = 0; k < n; k++) {
@@ -95,12 +97,14 @@ void packed32(Wave& w, const Inst& i, int n, F f) {
       }
     }
     for (int k = n; k < 3; k++) p[k] = p[0];
-    for (int l = 0; l < kLanes; l++) out[h].x[l] = f(p[0][l], p[1][l], p[2][l]);
+    if (flush32(w)) {
+      for (int l = 0; l < kLanes; l++)
+        out[h].x[l] = m.write32(f(m.read32(p[0][l]), m.read32(p[1][l]), m.read32(p[2][l])));
+    } else {
+      for (int l = 0; l < kLanes; l++) out[h].x[l] = f(p[0][l], p[1][l], p[2][l]);
+    }
     if (i.flags & F_CLAMP)
-      for (int l = 0; l < kLanes; l++) {
-        float x = f32(out[h].x[l]);
-        out[h].x[l] = bits(x > 1 ? 1.f : x > 0 ? x : 0.f);
-      }
+      for (int l = 0; l < kLanes; l++) out[h].x[l] = bits(m.clamp(f32(out[h].x[l])));
   }
   put(w, i.dst[0].reg, out[0].x);
   put(w, i.dst[0].reg + 1, out[1].x);
@@ -135,19 +139,25 @@ template <int Where>  // 0: f32, 1: low half, 2: high half
 void mix(Wave& w, const Inst& i) {
   Lanes t[3], out;
   const u32* p[3];
-  for (int k = 0; k < 3; k++) p[k] = fetch(w, i, k, t[k]);
+  Inst raw = i;  // neg and abs hold for the half that is read
+  for (int k = 0; k < 3; k++) raw.src[k].mods = 0;
+  for (int k = 0; k < 3; k++) p[k] = fetch(w, raw, k, t[k]);
   const u32* old = w.reg(i.dst[0].reg);
+  const FloatMode m(w);
   for (int l = 0; l < kLanes; l++) {
     float x[3];
     for (int k = 0; k < 3; k++) {
       u32 raw = p[k][l];
-      x[k] = !(i.op_sel_hi >> k & 1) ? f32(raw) : h2f(i.op_sel >> k & 1 ? raw >> 16 : raw & 0xffff);
-      if (i.neg_hi >> k & 1) x[k] = std::fabs(x[k]);  // abs in this encoding
-      if (i.neg_lo >> k & 1) x[k] = -x[k];
+      x[k] = !(i.op_sel_hi >> k & 1)
+                 ? f32(m.read32(raw))
+                 : h2f(m.read16(i.op_sel >> k & 1 ? raw >> 16 : raw & 0xffff));
+      if (i.neg_hi >> k & 1 || i.src[k].mods & M_ABS) x[k] = std::fabs(x[k]);
+      if (i.neg_lo >> k & 1 || i.src[k].mods & M_NEG) x[k] = -x[k];
     }
-    float r = __builtin_fmaf(x[0], x[1], x[2]);
-    if (i.flags & F_CLAMP) r = r > 1 ? 1.f : r > 0 ? r : 0.f;
-    u32 h = Where ? f32_to_f16(r) : 0;
+    bool finite = std::isfinite(x[0]) && std::isfinite(x[1]) && std::isfinite(x[2]);
+    float r = f32(m.write32(bits(__builtin_fmaf(x[0], x[1], x[2]))));
+    if (i.flags & F_CLAMP) r = m.clamp(r);
+    u32 h = Where ? m.result16(f32_to_f16(r), finite) : 0;
     out.x[l] = Where == 0   ? bits(r)
                : Where == 1 ? (old[l] & 0xffff0000) | h
                             : (old[l] & 0xffff) | h << 16;
@@ -157,9 +167,6 @@ void mix(Wave& w, const Inst& i) {
 Reg r_mix("v_fma_mix_f32", FAM_VOP3P, "df32 sf32 sf32 sf32", mix<0>);
 Reg r_mixlo("v_fma_mixlo_f16", FAM_VOP3P, "rb32 sf32 sf32 sf32", mix<1>);
 Reg r_mixhi("v_fma_mixhi_f16", FAM_VOP3P, "rb32 sf32 sf32 sf32", mix<2>);
-Reg r_mmix("v_mad_mix_f32", FAM_VOP3P, "df32 sf32 sf32 sf32", mix<0>);
-Reg r_mmixlo("v_mad_mixlo_f16", FAM_VOP3P, "rb32 sf32 sf32 sf32", mix<1>);
-Reg r_mmixhi("v_mad_mixhi_f16", FAM_VOP3P, "rb32 sf32 sf32 sf32", mix<2>);
 
 // Dot products; the c forms add to the destination.
 template <int Bits, bool Signed>
@@ -176,14 +183,26 @@ u32 dot_int(u32 a, u32 b, u32 acc, bool clamp) {
   if (clamp && !Signed) r = r > UINT32_MAX ? UINT32_MAX : r;
   return (u32)r;
 }
+// Three operands that are added in order: the accumulator first, or last for bf16 in VOP3P.
 template <bool Bf>
 u32 dot_float(const Inst& i, u32 a, u32 b, float acc, bool vop3p) {
+  float x[2], y[2];
   for (int h = 0; h < 2; h++) {
-    u32 x = vop3p ? half(i, 0, a, h, true) : a >> (16 * h) & 0xffff;
-    u32 y = vop3p ? half(i, 1, b, h, true) : b >> (16 * h) & 0xffff;
-    acc = __builtin_fmaf(Bf ? bf16_to_f32(x) : h2f(x), Bf ? bf16_to_f32(y) : h2f(y), acc);
+    u32 p = vop3p ? half(i, 0, a, h, true) : a >> (16 * h) & 0xffff;
+    u32 q = vop3p ? half(i, 1, b, h, true) : b >> (16 * h) & 0xffff;
+    x[h] = Bf ? bf16_to_f32(p) : h2f(p), y[h] = Bf ? bf16_to_f32(q) : h2f(q);
   }
-  return bits(acc);
+  if (vop3p && (i.neg_lo >> 2 & 1)) acc = -acc;
+  if (Bf && vop3p) return bits(x[0] * y[0] + x[1] * y[1] + acc);
+  return bits(acc + x[0] * y[0] + x[1] * y[1]);
+}
+template <bool Bf>
+void dot2_float(Wave& w, const Inst& i) {
+  const FloatMode m(w);
+  lanes3(w, i, [&](u32 a, u32 b, u32 c) {
+    u32 r = dot_float<Bf>(i, a, b, f32(c), true);
+    return i.flags & F_CLAMP ? bits(m.clamp(f32(r))) : r;
+  });
 }
 #define DOT_I(N, B, S)                                                                         \
   void h_##N(Wave& w, const Inst& i) {                                                         \
@@ -196,14 +215,8 @@ DOT_I(v_dot4_i32_i8, 8, true)
 DOT_I(v_dot4_u32_u8, 8, false)
 DOT_I(v_dot8_i32_i4, 4, true)
 DOT_I(v_dot8_u32_u4, 4, false)
-void h_dot2_f16(Wave& w, const Inst& i) {
-  lanes3(w, i, [&](u32 a, u32 b, u32 c) { return dot_float<false>(i, a, b, f32(c), true); });
-}
-void h_dot2_bf16(Wave& w, const Inst& i) {
-  lanes3(w, i, [&](u32 a, u32 b, u32 c) { return dot_float<true>(i, a, b, f32(c), true); });
-}
-Reg r_dot2_f16("v_dot2_f32_f16", FAM_VOP3P, "df32 spk16 spk16 sf32", h_dot2_f16);
-Reg r_dot2_bf16("v_dot2_f32_bf16", FAM_VOP3P, "df32 spk16 spk16 sf32", h_dot2_bf16);
+Reg r_dot2_f16("v_dot2_f32_f16", FAM_VOP3P, "df32 spk16 spk16 sf32", dot2_float<false>);
+Reg r_dot2_bf16("v_dot2_f32_bf16", FAM_VOP3P, "df32 spk16 spk16 sf32", dot2_float<true>);
 
 template <class F>
 void dotc(Wave& w, const Inst& i, F f) {
@@ -223,9 +236,13 @@ DOTC(v_dot2c_i32_i16, (dot_int<16, true>(a, b, c, false)))
 DOTC(v_dot4c_i32_i8, (dot_int<8, true>(a, b, c, false)))
 DOTC(v_dot8c_i32_i4, (dot_int<4, true>(a, b, c, false)))
 void h_pk_fmac(Wave& w, const Inst& i) {
+  const FloatMode m(w);
+  auto one = [&](u32 a, u32 b, u32 c) {
+    float x = h2f(m.read16(a)), y = h2f(m.read16(b)), z = h2f(m.read16(c));
+    return m.result16(f64_to_f16(fma_odd(x, y, z)), std::isfinite(x + y + z));
+  };
   dotc(w, i, [&](u32 a, u32 b, u32 c) -> u32 {
-    u32 lo = f64_to_f16(fma_odd(h2f(a & 0xffff), h2f(b & 0xffff), h2f(c & 0xffff)));
-    return lo | f64_to_f16(fma_odd(h2f(a >> 16), h2f(b >> 16), h2f(c >> 16))) << 16;
+    return one(a & 0xffff, b & 0xffff, c & 0xffff) | one(a >> 16, b >> 16, c >> 16) << 16;
   });
 }
 Reg r_pk_fmac("v_pk_fmac_f16", FAM_VALU, "rb32 spk16 spk16", h_pk_fmac);

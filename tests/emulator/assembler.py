@@ -89,11 +89,17 @@ class NoLines:
 
 
 def kernel(body: str, *, vgprs: int = 64, accum: int | None = None, lds: int = 0, scratch: int = 0,
-           args: int = 8, mode: int = 0xF0, fp16_ovfl: bool = False) -> CodeObject:  # fmt: skip
-    """A code object with one kernel, `k`, of `args` 8-byte arguments."""
+           args: int = 8, mode: int = 0xF0, ieee: bool = True, dx10_clamp: bool = True,
+           fp16_ovfl: bool = False) -> CodeObject:  # fmt: skip
+    """A code object with one kernel, `k`, of `args` 8-byte arguments.
+
+    `mode`: the low byte of MODE, two bits each of f32 rounding, f16/f64 rounding, f32 denormals
+    (1 read, 2 written), f16/f64 denormals.
+    """
     code = assemble(body)
     accum = vgprs if accum is None else accum
-    rsrc1 = (vgprs // 8 - 1) | 12 << 6 | mode << 12 | 1 << 21 | 1 << 23 | fp16_ovfl << 26
+    rsrc1 = (vgprs // 8 - 1) | 12 << 6 | mode << 12 | dx10_clamp << 21 | ieee << 23
+    rsrc1 |= fp16_ovfl << 26
     rsrc2 = 2 << 1 | 7 << 7 | 0 << 11  # two user SGPRs; workgroup ids x, y, z
     raw = bytearray(64)
     struct.pack_into("<III", raw, 0, lds, scratch, 8 * args)

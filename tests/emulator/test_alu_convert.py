@@ -1,4 +1,4 @@
-"""Conversions against torch and ml_dtypes, with and without FP16_OVFL."""
+"""Conversions between 16, 32 and 64-bit numbers against NumPy and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -6,193 +6,266 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.emulator.test_alu import F16, F32, low, run, same_floats
-
-RNG = np.random.default_rng(7)
-BITS = np.concatenate([F32, RNG.integers(0, 2**32, 1000, np.uint32).astype(np.uint32)])
-# Near the formats' ranges, where rounding, denormals and overflow happen.
-NEAR = (RNG.standard_normal(4000) * np.exp2(RNG.integers(-20, 20, 4000))).astype(np.float32)
-TIES = np.arange(-520, 520, dtype=np.float32) / 16
-EDGES = np.float32([448, 464, 465, 480, 57344, 61440, 61441, 65504, 65520, 1e-9])
-VALUES = np.concatenate([BITS.view(np.float32), NEAR, TIES, EDGES])
-WORDS = VALUES.view(np.uint32)
-FP8 = {"fp8": ml_dtypes.float8_e4m3fn, "bf8": ml_dtypes.float8_e5m2}
-HIGHEST = {"fp8": 448.0, "bf8": 57344.0}
-
-
-def to_fp8(x: np.ndarray, kind: str, saturate: bool) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        if saturate:
-            x = np.where(np.isnan(x), x, np.clip(x, -HIGHEST[kind], HIGHEST[kind]))
-        return x.astype(FP8[kind])
-
-
-def same_codes(got: np.ndarray, want: np.ndarray) -> None:
-    nan = np.isnan(want.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(got.view(want.dtype).astype(np.float32)), nan)
-    np.testing.assert_array_equal(got[~nan], want.view(np.uint8)[~nan])
-
-
-@pytest.mark.parametrize("ovfl", [False, True])
-@pytest.mark.parametrize("kind", FP8)
-def test_to_fp8(kind, ovfl):
-    swapped = WORDS[::-1].copy()
-    text = f"v_cvt_pk_{kind}_f32 v20, v4, v5\nv_cvt_pk_{kind}_f32 v20, v5, v4 op_sel:[0,0,1]"
-    got = run(text, [WORDS, swapped], fp16_ovfl=ovfl)[0]
-    a, b = to_fp8(VALUES, kind, ovfl), to_fp8(VALUES[::-1], kind, ovfl)
-    for place, want in enumerate((a, b, b, a)):
-        same_codes((got >> 8 * place & 0xFF).astype(np.uint8), want)
-
-
-def test_fp16_ovfl_by_s_setreg():
-    text = "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\nv_cvt_pk_fp8_f32 v20, v4, v4"
-    got = run(text, [WORDS])[0]
-    same_codes((got & 0xFF).astype(np.uint8), to_fp8(VALUES, "fp8", True))
-
-
-@pytest.mark.parametrize("kind", FP8)
-def test_from_fp8(kind):
-    codes = np.arange(256, dtype=np.uint32)
-    want = codes.astype(np.uint8).view(FP8[kind]).astype(np.float32)
-    packed = codes | codes[::-1] << 8
-    same_floats(run(f"v_cvt_f32_{kind} v20, v4", [packed])[0].view(np.float32), want)
-    got = run(f"v_cvt_f32_{kind}_sdwa v20, v4 src0_sel:BYTE_1", [packed])[0]
-    same_floats(got.view(np.float32), want[::-1])
-    got = run(f"v_cvt_pk_f32_{kind} v[20:21], v4", [packed], 2)
-    same_floats(got[0].view(np.float32), want)
-    same_floats(got[1].view(np.float32), want[::-1])
-    for name, k in (("1.0", 1.0), ("0.5", 0.5), ("4.0", 4.0)):
-        got = run(f"v_cvt_scalef32_pk_f32_{kind} v[20:21], v4, {name}", [packed], 2)
-        same_floats(got[0].view(np.float32), want * np.float32(k))
-        got = run(f"v_cvt_scalef32_f32_{kind} v20, v4, {name} op_sel:[1,0,0]", [packed])[0]
-        same_floats(got.view(np.float32), want[::-1] * np.float32(k))
-
-
-@pytest.mark.parametrize("ovfl", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 8.0, 0.125, 3.0])
-@pytest.mark.parametrize("kind", FP8)
-def test_scaled_to_fp8(kind, scale, ovfl):
-    """Only the scale's exponent counts: 3.0 divides by 2."""
-    s = np.full(len(WORDS), scale, np.float32).view(np.uint32)
-    text = f"v_cvt_scalef32_pk_{kind}_f32 v20, v4, v5, v6 op_sel:[0,0,0,1]"
-    got = run(text, [WORDS, WORDS[::-1].copy(), s], fp16_ovfl=ovfl)[0]
-    power = 2.0 ** np.floor(np.log2(scale))
-    with np.errstate(all="ignore"):
-        exact = VALUES.astype(np.float64) / power
-        # A double rounding from float64 through ml_dtypes is none: it rounds once.
-        want = exact
-        if ovfl:
-            want = np.where(np.isnan(want), want, np.clip(want, -HIGHEST[kind], HIGHEST[kind]))
-        want = want.astype(FP8[kind])
-    same_codes((got >> 16 & 0xFF).astype(np.uint8), want)
-    assert not (got & 0xFFFF).any()
-
-
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
-FP4 = np.concatenate([FP4, -FP4])
-
-
-def to_fp4(x: np.ndarray) -> np.ndarray:
-    """Nearest, ties to the even code, saturating."""
-    magnitude = np.minimum(np.abs(np.nan_to_num(x, nan=6.0, posinf=6.0, neginf=-6.0)), 6.0)
-    distance = np.abs(magnitude[:, None] - FP4[None, :8])
-    best = distance.min(1, keepdims=True)
-    tied = distance == best
-    code = np.where(tied & (np.arange(8) % 2 == 0), 1, 0).argmax(1)
-    code = np.where((tied & (np.arange(8) % 2 == 0)).any(1), code, tied.argmax(1))
-    return (code | np.signbit(x).astype(int) << 3).astype(np.uint32)
-
-
-def test_fp4():
-    x = VALUES[np.isfinite(VALUES)]
-    got = run("v_cvt_scalef32_pk_fp4_f32 v20, v4, v5, 2.0 op_sel:[0,0,1,0]",
-              [x.view(np.uint32), x[::-1].copy().view(np.uint32)])[0]  # fmt: skip
-    np.testing.assert_array_equal(got >> 8 & 15, to_fp4(x.astype(np.float64) / 2))
-    np.testing.assert_array_equal(got >> 12 & 15, to_fp4(x[::-1].astype(np.float64) / 2))
-    codes = np.arange(256, dtype=np.uint32)
-    for place, select in enumerate(("0,0", "1,0", "0,1", "1,1")):
-        word = codes << 8 * place
-        got = run(f"v_cvt_scalef32_pk_f32_fp4 v[20:21], v4, 4.0 op_sel:[{select},0]", [word], 2)
-        same_floats(got[0].view(np.float32), (FP4[codes & 15] * 4).astype(np.float32))
-        same_floats(got[1].view(np.float32), (FP4[codes >> 4] * 4).astype(np.float32))
-
-
-@pytest.mark.parametrize(
-    "kind,dtype", [("fp6", ml_dtypes.float6_e2m3fn), ("bf6", ml_dtypes.float6_e3m2fn)]
+from tests.emulator.alu import (
+    F64,
+    U32,
+    dwords,
+    f,
+    flush,
+    grid,
+    h,
+    low,
+    opcode_is_launched,  # noqa: F401
+    quads,
+    run,
+    same_floats,
 )
-def test_fp6_round_trip(kind, dtype):
-    codes = RNG.integers(0, 64, (32, 64)).astype(np.uint32)
-    bits = sum(codes[n].astype(object) << 6 * n for n in range(32))
-    words = np.array([[int(b) >> 32 * k & 0xFFFFFFFF for b in bits] for k in range(6)], np.uint32)
-    got = run(f"v_cvt_scalef32_pk32_f32_{kind} v[20:51], v[4:9], 2.0", list(words), 32, vgprs=128)
-    want = codes.astype(np.uint8).view(dtype).astype(np.float32) * 2
-    same_floats(got.view(np.float32), want)
-    halves = want.astype(np.float16).view(np.uint16).astype(np.uint32)
-    packed = halves[0::2] | halves[1::2] << 16
-    text = f"v_cvt_scalef32_pk32_{kind}_f16 v[20:25], v[4:19], 2.0"
-    got = run(text, list(packed), 6, vgprs=128)
-    zero = want == 0  # -0 keeps its sign
-    assert zero.any()
-    np.testing.assert_array_equal(got, words)
+from tests.emulator.alu_formats import EXACT, RNG, VALUES, WORDS, cast, same_codes, stochastic
+
+EVERY = np.arange(65536, dtype=np.uint32)
+WIDE = np.concatenate(
+    [F64, EXACT, RNG.standard_normal(500) * 2.0 ** RNG.integers(-160, 140, 500),
+     [2**31 - 0.5, 2.0**31, -(2.0**31) - 0.5, 2.0**32 - 0.5, 2.0**32, -0.5, 1 + 2**-24 + 2**-50]]
+)  # fmt: skip
 
 
-def test_16_bit_formats():
+def double(x: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return x.astype(np.float64)
+
+
+def whole(x: np.ndarray, low_end: int, high_end: int) -> np.ndarray:
+    """Truncated and saturated; 0 for a NaN."""
+    x = np.nan_to_num(double(x), nan=0, posinf=np.inf, neginf=-np.inf)
+    return np.trunc(np.clip(x, low_end, high_end)).astype(np.int64)
+
+
+def int32(x):
+    return whole(x, -(2**31), 2**31 - 1)
+
+
+def uint32(x):
+    return whole(x, 0, 2**32 - 1)
+
+
+FROM_F32 = {
+    "v_cvt_u32_f32": uint32,
+    "v_cvt_i32_f32": int32,
+    "v_cvt_rpi_i32_f32": lambda x: int32(np.floor(double(x) + 0.5)),
+    "v_cvt_flr_i32_f32": lambda x: int32(np.floor(double(x))),
+}
+
+
+@pytest.mark.parametrize("opcode", FROM_F32)
+def test_f32_to_integer(opcode):
+    got = run(f"{opcode} v20, v4", [WORDS])[0]
+    np.testing.assert_array_equal(got, low(FROM_F32[opcode](VALUES)))
+
+
+TO_F32 = {
+    "v_cvt_f32_i32": lambda x: x.view(np.int32),
+    "v_cvt_f32_u32": lambda x: x,
+    **{f"v_cvt_f32_ubyte{k}": lambda x, k=k: x >> 8 * k & 0xFF for k in range(4)},
+    "v_cvt_off_f32_i4": lambda x: (((x & 15) ^ 8).astype(np.int64) - 8) / 16,
+}
+
+
+@pytest.mark.parametrize("opcode", TO_F32)
+def test_integer_to_f32(opcode):
+    values = np.concatenate([U32, WORDS])
+    got = run(f"{opcode} v20, v4", [values])[0]
+    same_floats(got.view(np.float32), TO_F32[opcode](values).astype(np.float32))
+
+
+@pytest.mark.parametrize("opcode,oracle", [("v_cvt_i32_f64", int32), ("v_cvt_u32_f64", uint32)])
+def test_f64_to_integer(opcode, oracle):
+    got = run(f"{opcode} v20, v[4:5]", [*dwords(WIDE)])[0]
+    np.testing.assert_array_equal(got, low(oracle(WIDE)))
+
+
+@pytest.mark.parametrize("opcode,view", [("v_cvt_f64_i32", np.int32), ("v_cvt_f64_u32", np.uint32)])
+def test_integer_to_f64(opcode, view):
+    out = run(f"{opcode} v[20:21], v4", [WORDS], 2)
+    same_floats(quads(out, np.float64), WORDS.view(view).astype(np.float64))
+
+
+@pytest.mark.parametrize("mode", [0xF0, 0xC0, 0x30])
+@pytest.mark.parametrize("opcode", ["v_cvt_f32_f64", "v_cvt_f64_f32"])
+def test_f32_and_f64(opcode, mode):
+    """Denormals by the mode of their own width."""
+    narrow = flush if not mode & 0x10 else np.asarray
+    wide = flush if not mode & 0x40 else np.asarray
     with np.errstate(all="ignore"):
-        half = VALUES.astype(np.float16)
-        brain = VALUES.astype(ml_dtypes.bfloat16)
-    got = run("v_cvt_f16_f32 v20, v4", [WORDS])[0]
-    same_floats(got.astype(np.uint16).view(np.float16), half)
-    got = run("v_cvt_pk_f16_f32 v20, v4, v4", [WORDS])[0]
-    same_floats((got >> 16).astype(np.uint16).view(np.float16), half)
-    got = run("v_cvt_pk_bf16_f32 v20, v4, v4", [WORDS])[0]
-    same_floats(((got & 0xFFFF) << 16).view(np.float32), brain.astype(np.float32))
-    for name, mode in (("v_cvt_pkrtz_f16_f32", 0),):
-        finite = np.isfinite(VALUES) & (np.abs(VALUES) < 65504)
-        got = run(f"{name} v20, v4, v4", [WORDS])[0].astype(np.uint16).view(np.float16)[finite]
-        exact = VALUES[finite].astype(np.float64)
-        assert (np.abs(got.astype(np.float64)) <= np.abs(exact)).all()
-        step = np.nextafter(
-            got, np.copysign(np.float16(np.inf), exact.astype(np.float32)).astype(np.float16)
+        if opcode == "v_cvt_f32_f64":
+            got = run(f"{opcode} v20, v[4:5]", [*dwords(WIDE)], mode=mode)[0].view(np.float32)
+            same_floats(got, narrow(wide(WIDE).astype(np.float32)))
+        else:
+            out = run(f"{opcode} v[20:21], v4", [WORDS], 2, mode=mode)
+            same_floats(quads(out, np.float64), narrow(VALUES).astype(np.float64))
+
+
+def half_by_mode(x: np.ndarray, rounding: int, ovfl: bool) -> np.ndarray:
+    """f16 of doubles: to nearest, up, down or to zero."""
+    with np.errstate(all="ignore"):
+        near = x.astype(np.float16)
+        target = [near, np.float16(np.inf), np.float16(-np.inf), np.float16(0)][rounding]
+        off = near.astype(np.float64)
+        wrong = [np.zeros(len(x), bool), off < x, off > x, np.abs(off) > np.abs(x)][rounding]
+        r = np.where(wrong, np.nextafter(near, target), near)
+        r = np.where(r == 0, np.copysign(r, near), r)
+    finite = np.isfinite(x) & ovfl
+    return np.where(np.isinf(r) & finite, np.copysign(np.float16(65504), r), r)
+
+
+@pytest.mark.parametrize("ovfl", [False, True])
+@pytest.mark.parametrize("rounding", [0, 1, 2, 3])
+@pytest.mark.parametrize("opcode", ["v_cvt_f16_f32"])
+def test_f32_to_f16(opcode, rounding, ovfl):
+    got = run(f"{opcode} v20, v4", [WORDS], mode=0xF0 | rounding << 2, fp16_ovfl=ovfl)[0]
+    assert not (got >> 16).any()
+    same_floats(h(got), half_by_mode(EXACT, rounding, ovfl))
+
+
+def test_f16_denormals_flush():
+    got = run("v_cvt_f16_f32 v20, v4", [WORDS], mode=0x30)[0]
+    same_floats(h(got), flush(half_by_mode(EXACT, 0, False)))
+    got = run("v_cvt_f32_f16 v20, v4", [EVERY], mode=0x30)[0].view(np.float32)
+    same_floats(got, flush(h(EVERY)).astype(np.float32))
+
+
+PACK_F16 = {"v_cvt_pkrtz_f16_f32": 3, "v_cvt_pk_f16_f32": 0}
+
+
+@pytest.mark.parametrize("ovfl", [False, True])
+@pytest.mark.parametrize("opcode", PACK_F16)
+def test_packed_f16(opcode, ovfl):
+    """To zero or to nearest, whatever MODE's rounding is."""
+    swapped = WORDS[::-1].copy()
+    got = run(f"{opcode} v20, -v4, |v5|", [WORDS, swapped], mode=0xF4, fp16_ovfl=ovfl)[0]
+    rounding = PACK_F16[opcode]
+    same_floats(h(got), half_by_mode(-EXACT, rounding, ovfl))
+    same_floats(h(got >> 16), half_by_mode(np.abs(EXACT[::-1]), rounding, ovfl))
+
+
+@pytest.mark.parametrize("opcode", ["v_cvt_pk_bf16_f32"])
+def test_packed_bf16(opcode):
+    """Rounded once, infinite on overflow, with FP16_OVFL too."""
+    for settings in ({}, {"fp16_ovfl": True}):
+        got = run(f"{opcode} v20, v4, v5", [WORDS, WORDS[::-1].copy()], **settings)[0]
+        with np.errstate(all="ignore"):
+            brain = VALUES.astype(ml_dtypes.bfloat16).astype(np.float32)
+        same_floats(f(got << 16), brain)
+        same_floats(f(got & np.uint32(0xFFFF0000)), brain[::-1])
+
+
+@pytest.mark.parametrize("opcode", ["v_cvt_f32_f16", "v_cvt_f32_bf16"])
+def test_16_bits_to_f32(opcode):
+    want = h(EVERY).astype(np.float32) if opcode == "v_cvt_f32_f16" else f(EVERY << 16)
+    got = run(f"{opcode} v20, v4", [EVERY | 0x12340000])[0]
+    same_floats(got.view(np.float32), want)
+    text = f"{opcode}_sdwa v20, v4 dst_sel:DWORD dst_unused:UNUSED_PRESERVE src0_sel:WORD_1"
+    same_floats(run(text, [EVERY << 16])[0].view(np.float32), want)
+
+
+HALF_TO_INTEGER = {
+    "v_cvt_u16_f16": lambda x: whole(x, 0, 65535),
+    "v_cvt_i16_f16": lambda x: whole(x, -32768, 32767),
+    "v_cvt_norm_i16_f16": lambda x: signed_norm(x),
+    "v_cvt_norm_u16_f16": lambda x: unsigned_norm(x),
+}
+
+
+def signed_norm(x: np.ndarray) -> np.ndarray:
+    x = np.nan_to_num(double(x), nan=0, posinf=1, neginf=-1)
+    return np.rint(np.clip(x, -1, 1) * 32767).astype(np.int64)
+
+
+def unsigned_norm(x: np.ndarray) -> np.ndarray:
+    x = np.nan_to_num(double(x), nan=0, posinf=1, neginf=0)
+    return np.rint(np.clip(x, 0, 1) * 65535).astype(np.int64)
+
+
+@pytest.mark.parametrize("opcode", HALF_TO_INTEGER)
+def test_f16_to_integer(opcode):
+    got = run(f"{opcode} v20, v4", [EVERY], before="v_mov_b32 v20, 0xabcd8765")[0]
+    np.testing.assert_array_equal(got & 0xFFFF, HALF_TO_INTEGER[opcode](h(EVERY)) & 0xFFFF)
+    assert (got >> 16 == (0xABCD if "norm" in opcode else 0)).all()
+
+
+@pytest.mark.parametrize("ovfl", [False, True])
+@pytest.mark.parametrize("opcode", ["v_cvt_f16_u16", "v_cvt_f16_i16"])
+def test_16_bit_integer_to_f16(opcode, ovfl):
+    view = np.uint16 if "u16" in opcode else np.int16
+    exact = EVERY.astype(np.uint16).view(view).astype(np.float64)
+    got = run(f"{opcode} v20, v4", [EVERY], fp16_ovfl=ovfl)[0]
+    same_floats(h(got), half_by_mode(exact, 0, ovfl))
+
+
+NORM = {
+    "v_cvt_pknorm_i16_f32": signed_norm, "v_cvt_pknorm_u16_f32": unsigned_norm,
+    "v_cvt_pknorm_i16_f16": signed_norm, "v_cvt_pknorm_u16_f16": unsigned_norm,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opcode", NORM)
+def test_packed_norms(opcode):
+    unit = RNG.uniform(-1.1, 1.1, 3000).astype(np.float32)
+    if opcode.endswith("f32"):
+        codes = np.concatenate([WORDS, unit.view(np.uint32)])
+        view = f
+    else:
+        codes, view = EVERY, h
+    other = codes[::-1].copy()
+    got = run(f"{opcode} v20, v4, v5", [codes, other])[0]
+    np.testing.assert_array_equal(got & 0xFFFF, NORM[opcode](view(codes)) & 0xFFFF)
+    np.testing.assert_array_equal(got >> 16, NORM[opcode](view(other)) & 0xFFFF)
+    if view is h:
+        got = run(f"{opcode} v20, v4, v5 op_sel:[1,1,0]", [codes << 16, other << 16])[0]
+        np.testing.assert_array_equal(got & 0xFFFF, NORM[opcode](h(codes)) & 0xFFFF)
+        np.testing.assert_array_equal(got >> 16, NORM[opcode](h(other)) & 0xFFFF)
+
+
+@pytest.mark.parametrize("opcode", ["v_cvt_pk_u8_f32"])
+def test_packed_byte(opcode):
+    """The source, truncated and saturated, as one byte of the third source."""
+    place = np.resize(np.array([0, 1, 2, 3, 6], np.uint32), len(WORDS))
+    old = np.resize(U32, len(WORDS))
+    got = run(f"{opcode} v20, v4, v5, v6", [WORDS, place, old])[0]
+    shift = 8 * (place & 3)
+    want = old & ~(np.uint32(0xFF) << shift) | whole(VALUES, 0, 255).astype(np.uint32) << shift
+    np.testing.assert_array_equal(got, want)
+
+
+NOISE = {"none": 0, "all": 0xFFFFFFFF, "half": 0x80000000}
+
+
+@pytest.mark.parametrize("ovfl", [False, True])
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize(
+    "opcode,kind", [("v_cvt_sr_f16_f32", "f16"), ("v_cvt_sr_bf16_f32", "bf16")]
+)
+def test_stochastic_16_bits(opcode, kind, noise, ovfl):
+    """No noise truncates, all of it rounds away from zero, half of it to nearest (ties away)."""
+    bits = np.full(len(WORDS), NOISE[noise], np.uint32)
+    text = f"{opcode} v20, v4, v5\n{opcode} v21, -v4, v5 op_sel:[0,0,1]"
+    out = run(text, [WORDS, bits], 2, before="v_mov_b32 v20, 0xabcd8765\nv_mov_b32 v21, v20",
+              fp16_ovfl=ovfl)  # fmt: skip
+    saturate = ovfl and kind == "f16"
+    x = EXACT
+    same_codes(out[0], stochastic(x, bits, kind, saturate), kind)
+    same_codes(out[1] >> 16, stochastic(-x, bits, kind, saturate), kind)
+    assert (out[0] >> 16 == 0xABCD).all() and (out[1] & 0xFFFF == 0x8765).all()
+
+
+def test_the_oracles_agree():
+    """Casts of doubles round once; stochastic rounding keeps values that are exact."""
+    a, b = grid(np.float64([1, 3, 5, 7, 9, 11]), 2)
+    just_over_a_tie = np.float64([1 + 2**-11 + 2**-40, -(1 + 2**-11 + 2**-40)])
+    np.testing.assert_array_equal(cast(just_over_a_tie, "f16", False), [0x3C01, 0xBC01])
+    for kind in ("f16", "bf16"):
+        values = cast(a + b / 2**12, kind, False)
+        back = h(values) if kind == "f16" else f(values << 16)
+        again = stochastic(
+            back.astype(np.float64), np.full(len(a), 2**32 - 1, np.uint32), kind, False
         )
-        assert (np.abs(step.astype(np.float64)) > np.abs(exact)).all(), mode
-    every = np.arange(65536, dtype=np.uint32)
-    same_floats(run("v_cvt_f32_f16 v20, v4", [every])[0].view(np.float32),
-                every.astype(np.uint16).view(np.float16).astype(np.float32))  # fmt: skip
-    same_floats(
-        run("v_cvt_f32_bf16 v20, v4", [every])[0].view(np.float32), (every << 16).view(np.float32)
-    )
-
-
-def test_integers_and_floats():
-    x = VALUES.astype(np.float64)
-    clean = np.nan_to_num(x, nan=0.0)
-    got = run("v_cvt_i32_f32 v20, v4", [WORDS])[0]
-    np.testing.assert_array_equal(
-        got, low(np.trunc(np.clip(clean, -(2**31), 2**31 - 1)).astype(np.int64))
-    )
-    got = run("v_cvt_u32_f32 v20, v4", [WORDS])[0]
-    np.testing.assert_array_equal(got, low(np.trunc(np.clip(clean, 0, 2**32 - 1)).astype(np.int64)))
-    same_floats(
-        run("v_cvt_f32_i32 v20, v4", [WORDS])[0].view(np.float32),
-        WORDS.view(np.int32).astype(np.float32),
-    )
-    same_floats(run("v_cvt_f32_u32 v20, v4", [WORDS])[0].view(np.float32), WORDS.astype(np.float32))
-    for k in range(4):
-        same_floats(run(f"v_cvt_f32_ubyte{k} v20, v4", [WORDS])[0].view(np.float32),
-                    (WORDS >> 8 * k & 0xFF).astype(np.float32))  # fmt: skip
-    out = run("v_cvt_f64_f32 v[20:21], v4\nv_cvt_f32_f64 v22, v[20:21]", [WORDS], 3)
-    same_floats(out[2].view(np.float32), VALUES)
-    h = F16.astype(np.uint16).view(np.float16).astype(np.float32)
-    got = run("v_cvt_i16_f16 v20, v4", [F16])[0].astype(np.uint16).view(np.int16)
-    np.testing.assert_array_equal(
-        got, np.trunc(np.clip(np.nan_to_num(h, nan=0), -32768, 32767)).astype(np.int16)
-    )
-
-
-def test_stochastic_rounding_is_fair():
-    """The mean over evenly spread noise is the value."""
-    noise = (np.arange(4096, dtype=np.uint64) << np.uint64(20)).astype(np.uint32)
-    x = np.full(4096, 1.03, np.float32)
-    got = run("v_cvt_sr_fp8_f32 v20, v4, v5", [x.view(np.uint32), noise])[0]
-    values = (got & 0xFF).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    assert set(values) == {1.0, 1.125} and abs(values.mean() - 1.03) < 1e-3
+        np.testing.assert_array_equal(again, values)

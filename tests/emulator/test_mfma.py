@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gfx950_emu.decode import MFMA, opcodes
-from tests.emulator.test_alu import run
+from tests.emulator.alu import run
 
 NAME = re.compile(r"v_mfma_([fi]\d+)_(\d+)x(\d+)x(\d+)_(?:(\d+)b_)?(\w+)")
 TYPES = {

@@ -98,7 +98,8 @@ inline T min_num(T a, T b, bool ieee = false) {
   T r = less ? a : b;
   r = is_nan(a) ? b : r;
   r = is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
-  return ieee && signalling(b) ? quiet(signalling(a) ? a : b) : ieee && signalling(a) ? quiet(a) : r;
+  r = ieee && signalling(b) ? quiet(b) : r;
+  return ieee && signalling(a) ? quiet(a) : r;
 }
 template <class T>
 inline T max_num(T a, T b, bool ieee = false) {
@@ -106,7 +107,8 @@ inline T max_num(T a, T b, bool ieee = false) {
   T r = more ? a : b;
   r = is_nan(a) ? b : r;
   r = is_nan(b) ? (is_nan(a) ? quiet(a) : a) : r;
-  return ieee && signalling(b) ? quiet(signalling(a) ? a : b) : ieee && signalling(a) ? quiet(a) : r;
+  r = ieee && signalling(b) ? quiet(b) : r;
+  return ieee && signalling(a) ? quiet(a) : r;
 }
 // IEEE 754-2019 minimum / maximum: a NaN wins.
 inline float minimum(float a, float b) {
@@ -130,8 +132,21 @@ inline u32 code_f16(float x) {
   u32 b = bit_cast<u32>(x);
   return is_nan(x) ? (b >> 16 & 0x8000) | 0x7c00 | (b >> 13 & 0x3ff) : f32_to_f16(x);
 }
-inline u32 min16(u32 a, u32 b, bool ieee) { return code_f16(min_num(f16_code(a), f16_code(b), ieee)); }
-inline u32 max16(u32 a, u32 b, bool ieee) { return code_f16(max_num(f16_code(a), f16_code(b), ieee)); }
+inline bool nan16(u32 h) { return (h & 0x7fff) > 0x7c00; }
+inline bool signalling16(u32 h) { return nan16(h) && !(h & 0x200); }
+inline u32 order16(u32 h) { return h & 0x8000 ? 0x7fff - (h & 0x7fff) : 0x8000 | h; }  // -0 < +0
+inline u32 pick16(u32 a, u32 b, u32 r, bool ieee) {
+  r = nan16(a) ? b : r;
+  r = nan16(b) ? (nan16(a) ? a | 0x200 : a) : r;
+  r = ieee && signalling16(b) ? b | 0x200 : r;
+  return ieee && signalling16(a) ? a | 0x200 : r;
+}
+inline u32 min16(u32 a, u32 b, bool ieee) {
+  return pick16(a, b, order16(a) <= order16(b) ? a : b, ieee);
+}
+inline u32 max16(u32 a, u32 b, bool ieee) {
+  return pick16(a, b, order16(a) >= order16(b) ? a : b, ieee);
+}
 
 // 2^x in double, to well under a float's half unit; vectorises.
 inline float exp2_of(float x) {

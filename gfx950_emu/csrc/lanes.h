@@ -68,6 +68,7 @@ struct FloatMode {
       : in32(w.mode >> 4 & 1), out32(w.mode >> 5 & 1), in16(w.mode >> 6 & 1),
         out16(w.mode >> 7 & 1), dx10_clamp(w.mode >> 8 & 1), ieee(w.mode >> 9 & 1),
         ovfl(w.mode >> 23 & 1) {}
+  bool plain16() const { return in16 && out16 && !ovfl; }
   u32 read32(u32 x) const { return in32 ? x : flush_denorm(x); }
   u32 write32(u32 x) const { return out32 ? x : flush_denorm(x); }
   u32 read16(u32 x) const { return in16 ? x : flush16(x); }
@@ -167,15 +168,21 @@ void lanes64(Wave& w, const Inst& i, int n, F f) {
     }
   }
   const FloatMode m(w);
-  auto source = [&](int k, int l) {
-    u64 x = join(p[2 * k][l], p[2 * k + 1][l]);
-    return i.src[k].type == T_F64 ? m.read64(x) : x;
-  };
-  const bool is_float = i.dst[0].type == T_F64;
-  for (int l = 0; l < kLanes; l++) {
-    u64 r = f(source(0, l), source(1, l), source(2, l));
-    if (is_float) r = finish64(m, i, r);
-    lo.x[l] = (u32)r, hi.x[l] = (u32)(r >> 32);
+  if (m.in16 && m.out16 && !(i.flags & F_SLOW_OUT)) {
+    for (int l = 0; l < kLanes; l++) {
+      u64 r = f(join(p[0][l], p[1][l]), join(p[2][l], p[3][l]), join(p[4][l], p[5][l]));
+      lo.x[l] = (u32)r, hi.x[l] = (u32)(r >> 32);
+    }
+  } else {
+    auto source = [&](int k, int l) {
+      u64 x = join(p[2 * k][l], p[2 * k + 1][l]);
+      return i.src[k].type == T_F64 ? m.read64(x) : x;
+    };
+    for (int l = 0; l < kLanes; l++) {
+      u64 r = f(source(0, l), source(1, l), source(2, l));
+      if (i.dst[0].type == T_F64) r = finish64(m, i, r);
+      lo.x[l] = (u32)r, hi.x[l] = (u32)(r >> 32);
+    }
   }
   put(w, i.dst[0].reg, lo.x);
   if (i.dst[0].width == 2) put(w, i.dst[0].reg + 1, hi.x);
@@ -189,6 +196,11 @@ void lanesh(Wave& w, const Inst& i, int n, F f, bool keep = false) {
   const u32* b = n > 1 ? fetch16(w, i, 1, tb) : a;
   const u32* c = n > 2 ? fetch16(w, i, 2, tc) : a;
   const FloatMode m(w);
+  if (m.plain16()) {
+    for (int l = 0; l < kLanes; l++)
+      out.x[l] = f(f16_to_f32(a[l]), f16_to_f32(b[l]), f16_to_f32(c[l]));
+    return commit16(w, i, out.x, keep);
+  }
   const bool is_float = i.dst[0].type == T_F16;
   for (int l = 0; l < kLanes; l++) {
     float x = f16_to_f32(m.read16(a[l])), y = f16_to_f32(m.read16(b[l])),

@@ -78,6 +78,9 @@ void h_pkrtz(Wave& w, const Inst& i) {
 }
 Reg r_pkrtz("v_cvt_pkrtz_f16_f32", FAM_VALU, "db32 sf32 sf32", h_pkrtz);
 void h_pk_f16(Wave& w, const Inst& i) {
+  const FloatMode mode(w);
+  if (mode.in32 && mode.out16 && !mode.ovfl)
+    return lanes2(w, i, [](u32 a, u32 b) { return f32_to_f16(f32(a)) | f32_to_f16(f32(b)) << 16; });
   from32(w, i, [](const FloatMode& m, float x) {
     return m.result16(f32_to_f16(x), std::isfinite(x));
   });

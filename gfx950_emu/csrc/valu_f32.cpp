@@ -223,7 +223,8 @@ double fma_scaled(double a, double b, double c, int n) {
   // A tie of the second rounding is none when the first one was inexact.
   double rest = s - std::ldexp(r, -n), err = fma_error(a, b, c, s);
   bool tie = std::fabs(rest) == std::ldexp(1.0, -1075 - n);
-  if (tie && err != 0 && (err > 0) == (rest > 0)) r = std::nextafter(r, rest > 0 ? HUGE_VAL : -HUGE_VAL);
+  if (tie && err != 0 && (err > 0) == (rest > 0))
+    r = std::nextafter(r, rest > 0 ? HUGE_VAL : -HUGE_VAL);
   return r;
 }
 void h_div_fmas64(Wave& w, const Inst& i) {

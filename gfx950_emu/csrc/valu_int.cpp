@@ -147,12 +147,13 @@ void h_bitop3_b32(Wave& w, const Inst& i) {
 Reg r_bitop3_b32("v_bitop3_b32", FAM_VALU, D3, h_bitop3_b32);
 void h_bitop3_b16(Wave& w, const Inst& i) {
   u32 t = i.imm;
-  lanesi16(w, i, 3, [&](u32 a, u32 b, u32 c) -> u32 {
+  auto bits_of = [&](u32 a, u32 b, u32 c) -> u32 {
     u32 r = 0;
     for (int n = 0; n < 8; n++)
       if (t >> n & 1) r |= (n & 4 ? a : ~a) & (n & 2 ? b : ~b) & (n & 1 ? c : ~c);
     return r;
-  });
+  };
+  lanesi16(w, i, 3, bits_of, true);
 }
 Reg r_bitop3_b16("v_bitop3_b16", FAM_VALU, "db16 sb16 sb16 sb16", h_bitop3_b16);
 

@@ -4,7 +4,7 @@
 namespace emu {
 namespace {
 
-// Half `high` of the result reads this half of source k, with its sign flipped as neg_lo / neg_hi say.
+// Half `high` of the result reads this half of source k, its sign flipped as neg_lo / neg_hi say.
 u32 half(const Inst& i, int k, u32 x, bool high, bool flips) {
   bool up = (high ? i.op_sel_hi : i.op_sel) >> k & 1;
   u32 h = up ? x >> 16 : x & 0xffff;
@@ -40,10 +40,14 @@ u32 sat_u(i32 x) { return x > 65535 ? 65535 : x < 0 ? 0 : x; }
 #define PK_F(N, COUNT, E)                                                                \
   void h_##N(Wave& w, const Inst& i) {                                                   \
     const FloatMode m(w);                                                                \
-    packed16(w, i, COUNT, true, [&](u32 a_, u32 b_, u32 c_) -> u32 {                     \
-      a_ = m.read16(a_), b_ = m.read16(b_), c_ = m.read16(c_);                           \
+    auto plain = [&](u32 a_, u32 b_, u32 c_) -> u32 {                                    \
       [[maybe_unused]] float a = h2f(a_), b = h2f(b_), c = h2f(c_);                      \
-      return clamp16(m, i, E, std::isfinite(a + b + c));                                 \
+      return E;                                                                          \
+    };                                                                                   \
+    if (m.plain16() && !(i.flags & F_CLAMP)) return packed16(w, i, COUNT, true, plain);  \
+    packed16(w, i, COUNT, true, [&](u32 a, u32 b, u32 c) -> u32 {                        \
+      a = m.read16(a), b = m.read16(b), c = m.read16(c);                                 \
+      return clamp16(m, i, plain(a, b, c), std::isfinite(h2f(a) + h2f(b) + h2f(c)));     \
     });                                                                                  \
   }                                                                                      \
   Reg r_##N(#N, FAM_VOP3P, COUNT == 3 ? "dpk16 spk16 spk16 spk16" : "dpk16 spk16 spk16", h_##N);
@@ -110,7 +114,9 @@ void packed32(Wave& w, const Inst& i, int n, F f) {
   put(w, i.dst[0].reg + 1, out[1].x);
 }
 void h_pk_fma_f32(Wave& w, const Inst& i) {
-  packed32(w, i, 3, [](u32 a, u32 b, u32 c) { return bits(__builtin_fmaf(f32(a), f32(b), f32(c))); });
+  packed32(w, i, 3, [](u32 a, u32 b, u32 c) {
+    return bits(__builtin_fmaf(f32(a), f32(b), f32(c)));
+  });
 }
 void h_pk_mul_f32(Wave& w, const Inst& i) {
   packed32(w, i, 2, [](u32 a, u32 b, u32) { return bits(f32(a) * f32(b)); });

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gfx950_emu.decode import SALU, VALU, VOP3P, opcodes
+from gfx950_emu.records import SALU, VALU, VOP3P, opcodes
 
 # opcode -> why nothing independent says what it gives
 WITHOUT_ORACLE: dict[str, str] = {}

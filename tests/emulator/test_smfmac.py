@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gfx950_emu.decode import opcodes
-from tests.emulator.test_alu import run
+from tests.emulator.alu import run
 from tests.emulator.test_mfma import LANE, TYPES, pack_back, pack_registers, raw, registers
 
 NAME = re.compile(r"v_smfmac_([fi]32)_(\d+)x(\d+)x(\d+)_(\w+)")

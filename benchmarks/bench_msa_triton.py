@@ -43,7 +43,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="decode,score,prefill,insert,shared")
+    parser.add_argument("--only", default="decode,score,prefill,dense,insert,shared")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--commit", default=_commit(), help="to name in the report")
     options = parser.parse_args()
@@ -189,56 +189,17 @@ def score():
 
 
 def prefill():
-    from benchmarks import cases, peers, roofline
-    from rocm_msa import ops
+    from benchmarks import prefill_cases
 
-    tokens, context, blocks = 16384, 131072, 1024
-    main, index = cases.main_cache(1100, "nvfp4"), cases.index_cache(1100, "nvfp4")
-    table = torch.randperm(1100, device="cuda").int()[:blocks].view(1, blocks)
-    index_q = torch.randn(tokens, 1, 128, device="cuda").bfloat16()
-    q = torch.randn(tokens, 16, 128, device="cuda").bfloat16()
-    cu = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    lens = torch.tensor([context], dtype=torch.int32, device="cuda")
-    prefix = lens - tokens
-    n = torch.arange(tokens, device="cuda") + context - tokens + 1
-    nb = ((n + 127) // 128).int()
-    scores = torch.empty(1, tokens, blocks, device="cuda")
-    ids = torch.empty(1, tokens, 16, dtype=torch.int32, device="cuda")
-    out = torch.empty_like(q)
+    for case in prefill_cases.prefill():
+        yield from _measure(*case)
 
-    def score_call():
-        ops.index_score_prefill(index_q, index, table, cu, lens, out=scores, backend="triton")
 
-    def select_call():
-        ops.block_topk(scores, nb, out=ids, backend="triton")
+def dense():
+    from benchmarks import prefill_cases
 
-    def attend_call():
-        ops.sparse_prefill(q, main, ids, table, cu, lens, SCALE, out=out, backend="triton")
-
-    score_call(), select_call()
-    attention, scoring = {"ours": lambda: [attend_call]}, {"ours": lambda: [score_call]}
-    for d, dtype in (("fp8", torch.float8_e4m3fn), ("bf16", torch.bfloat16)):
-        sparse, topk = peers.load("sparse_attn"), peers.load("index_topk")
-        if not sparse:
-            break
-        kv = torch.randn(1100, 1, 128, 256, device="cuda").to(dtype)
-        ik = torch.randn(1100, 128, 128, device="cuda").to(dtype)
-        attention[f"vLLM {d}"] = lambda kv=kv, sparse=sparse: [
-            lambda: sparse.minimax_m3_sparse_attn(
-                q, kv, ids, table, cu, lens, prefix, tokens, 1, SCALE, out
-            )
-        ]
-        scoring[f"vLLM {d}"] = lambda ik=ik, topk=topk: [
-            lambda: topk.minimax_m3_index_score(
-                index_q, ik, table, cu, lens, prefix, tokens, context, 1
-            )
-        ]
-    floor = roofline.floor_us(blocks * NVFP4_PAGE + 2 * q.numel() * 2)
-    yield from _measure("sparse_prefill", "16K of 128K", floor, attention)
-    floor = roofline.floor_us(blocks * NVFP4_INDEX_PAGE, scores.numel() * 4)
-    yield from _measure("score_prefill", "16K of 128K", floor, scoring)
-    floor = roofline.floor_us(scores.numel() * 4)
-    yield from _measure("block_topk", "16K rows of 1K", floor, {"ours": lambda: [select_call]})
+    for case in prefill_cases.dense():
+        yield from _measure(*case)
 
 
 def insert():
@@ -301,6 +262,7 @@ SECTIONS = {
     "decode": decode,
     "score": score,
     "prefill": prefill,
+    "dense": dense,
     "insert": insert,
     "shared": shared,
 }

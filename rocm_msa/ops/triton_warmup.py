@@ -6,16 +6,16 @@ Nothing is tuned by timing: which kernels there are is a function of the shapes 
 
 from __future__ import annotations
 
-import importlib
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from rocm_msa import ops
 from rocm_msa.cache.paged import IndexCache, MainCache
-from rocm_msa.ops import triton_attention, triton_common, triton_host, triton_scores
 
 logger = logging.getLogger(__name__)
 
@@ -41,24 +41,14 @@ class Config:
 
 def compiled() -> int:
     """Specialisations that the kernels of this backend hold in this process."""
-    topk, insert = (
-        importlib.import_module(f"rocm_msa.ops.{op}.triton_impl")
-        for op in ("block_topk", "qkv_insert")
-    )
-    kernels = [
-        triton_attention.attend_kernel,
-        triton_attention.merge_kernel,
-        triton_common.rows_kernel,
-        triton_scores.score_kernel,
-        topk.select_kernel,
-        topk.merge_kernel,
-        insert.insert_kernel,
-    ]
-    if torch.cuda.is_available() and triton_host.hopper(torch.empty(0, device="cuda")):
-        from rocm_msa.ops import triton_hopper_attend, triton_hopper_score
-
-        kernels += [triton_hopper_attend.attend_kernel, triton_hopper_score.score_kernel]
-    return sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
+    kernels = {
+        id(value): value
+        for name, module in list(sys.modules.items())
+        if name.startswith("rocm_msa.ops.")
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    return sum(len(held[0]) for k in kernels.values() for held in k.device_caches.values())
 
 
 def warmup(config: Config, main_cache: MainCache, index_cache: IndexCache | None) -> int:

@@ -1,20 +1,33 @@
-"""Units of sparse_prefill: one program sums a token's whole list, there are tokens enough."""
+"""Tiles of sparse_prefill: constants of the target, whatever the batch.
+
+`item`, `turn` and `programs` change no bit of a result.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LARGEST = 32  # slots that the Hopper kernel can hold
+_WORKSPACE = 2**29  # bytes of partial results
+_ENTRIES = 2**22  # of a turn
+_PROGRAMS = 512  # more than fit at once on any target
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """unit: slots a program; tile: tokens a step of the portable kernel."""
+    """item: entries a program takes at once; turn: tokens that are worked on together; programs: at
+    most so many; stages: of the loads; merge_warps: warps of the merge."""
 
-    unit: int
-    tile: int
+    item: int
+    turn: int
+    programs: int
     warps: int
+    stages: int
+    merge_warps: int
 
 
-def select(topk: int) -> Tuning:
-    return Tuning(unit=min(max(1, topk), _LARGEST), tile=64, warps=4)
+def select(topk: int, kv_heads: int, group: int, head_dim: int, kept: int, target: str) -> Tuning:
+    """`kept`: bytes of a value of a partial result."""
+    entries = min(_ENTRIES, _WORKSPACE // (group * head_dim * kept))
+    turn = max(1, entries // (topk * kv_heads))
+    stages = 2 if target == "cuda" else 1
+    return Tuning(64, turn, _PROGRAMS, 4, stages, 1)

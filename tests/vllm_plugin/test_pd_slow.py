@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -17,7 +20,7 @@ import pytest
 
 from rocm_msa.demo.pair import ROWS, STOCK, metrics, settled, transfers
 from rocm_msa.demo.prepare import SERVED_NAME
-from tests.vllm_plugin.pd_pair import at_once, ids, pair, post, prompt_of, status_of
+from tests.vllm_plugin.pd_pair import ROOT, at_once, ids, pair, post, prompt_of, status_of
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -251,3 +254,25 @@ def test_500_requests_with_random_aborts(checkpoint, tmp_path):
             assert threads(server) <= before[server] + 8  # pools that start on demand
         assert failures(engines.decode) == {}
         assert engines.through(prompts[1]) == expected[1]
+
+
+def test_demo_pd(tmp_path):
+    """`make demo-pd` with our connector alone, as a new user runs it; nothing is left behind."""
+    before = {p.pid for p in psutil.process_iter()}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "examples" / "pd" / "demo.py")),
+            *("--only", ROWS, "--cache-dir", str(tmp_path / "cache")),
+        ],
+        env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [line for line in done.stdout.splitlines() if ROWS in line and "same text" in line]
+    assert len(rows) == 3
+    assert "All processes ended." in done.stdout
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    assert not [p for p in left if str(tmp_path) in " ".join(p.info["cmdline"] or [])]

@@ -102,39 +102,87 @@ void spread_undef(Wave& w, const Inst& i, u64 undef) {
 
 // Two accesses of different waves to one granule within an epoch (between two barriers) race when
 // one of them writes. An access that no wait covered at a barrier counts in the next epoch too.
+namespace {
+
+struct Marker {
+  u32 epoch, me, mine, id;
+  bool atomic;
+
+  // Bits that are set when the granule's state `e` races with this access.
+  template <bool Write>
+  u32 conflict(u32 e) const {
+    u32 written = (e & kWritten) && (e >> 12 & 15) != id && !(atomic && (e & kAtomic));
+    return Write ? written | (e >> 16 & ~(1u << id)) : written;
+  }
+  template <bool Write>
+  u32 next(u32 e) const {
+    return Write ? (e & ~0xfc00u) | mine : e | me;
+  }
+};
+
+// Marks `n` granules (N of them, when it is known); returns whether one of them races.
+template <bool Write, int N>
+bool mark_run(LdsShadow* shadow, u32 n, const Marker& m) {
+  u32 bad = 0;
+  if (N) n = N;
+  for (u32 k = 0; k < n; k++) {
+    u32 e = shadow[k];
+    e = (e & kEpochMask) == m.epoch ? e : m.epoch;
+    bad |= m.conflict<Write>(e);
+    shadow[k] = m.next<Write>(e);
+  }
+  return bad;
+}
+template <bool Write>
+bool mark_run(LdsShadow* shadow, u32 n, const Marker& m) {
+  switch (n) {
+    case 1: return mark_run<Write, 1>(shadow, n, m);
+    case 2: return mark_run<Write, 2>(shadow, n, m);
+    case 4: return mark_run<Write, 4>(shadow, n, m);
+    default: return mark_run<Write, 0>(shadow, n, m);
+  }
+}
+
+// Who the access raced with, of the granules' states before it.
+void report_race(Wave& w, const Marker& m, const LdsShadow* before, u32 n, bool write, int lane,
+                 u32 addr) {
+  for (u32 k = 0; k < n; k++) {
+    u32 e = before[k];
+    if ((e & kEpochMask) != m.epoch) continue;
+    if (!(write ? m.conflict<true>(e) : m.conflict<false>(e))) continue;
+    u32 readers = e >> 16 & ~(1u << m.id);
+    bool by_writer = (e & kWritten) && (e >> 12 & 15) != m.id;
+    u64 who = by_writer ? e >> 12 & 15 : (u64)__builtin_ctz(readers | 0x10000);
+    report(w, FK_LDS_RACE, lane, addr, who << 1 | write);
+  }
+}
+
+}  // namespace
+
 void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
               u64 same) {
   if (!(w.machine->checks & C_LDS_RACE)) return;
   Workgroup& g = *w.wg;
   if (g.waves.size() < 2) return;
-  const bool atomic = pc_index >> 31;
+  const bool atomic = pc_index & kAtomicAccess;
+  const Marker m{g.epoch & kEpochMask, 0x10000u << w.id,
+                 kWritten | (atomic ? kAtomic : 0) | w.id << 12, w.id, atomic};
   const int sh = g.shadow_shift;
-  const u32 epoch = g.epoch & kEpochMask, me = 0x10000u << w.id;
-  const u32 mine = kWritten | (atomic ? kAtomic : 0) | w.id << 12;
-  LdsShadow* shadow = g.shadow.data();
+  LdsShadow before[64];  // an access is of 16 bytes at most
   for (u64 x = lanes; x; x &= x - 1) {
     int l = __builtin_ctzll(x);
-    u32 first = addr[l] >> sh, last = (addr[l] + bytes - 1) >> sh;
-    for (u32 n = first; n <= last; n++) {
-      u32 e = shadow[n];
-      if ((e & kEpochMask) != epoch) e = epoch;
-      bool other = (e & kWritten) && (e >> 12 & 15) != w.id && !(atomic && (e & kAtomic));
-      u32 readers = e >> 16 & ~(1u << w.id);
-      if (!write) {
-        shadow[n] = e | me;
-      } else if (same >> l & 1) {  // changes nothing: no race, and no new writer
-        shadow[n] = e & kWritten ? e : e | mine;
-        continue;
-      } else {
-        other |= readers != 0;
-        shadow[n] = (e & ~0xfc00u) | mine;
+    u32 first = addr[l] >> sh, n = ((addr[l] + bytes - 1) >> sh) - first + 1;
+    LdsShadow* shadow = g.shadow.data() + first;
+    if (write && (same >> l & 1)) {  // changes nothing: no race, and no new writer
+      for (u32 k = 0; k < n; k++) {
+        u32 e = (shadow[k] & kEpochMask) == m.epoch ? shadow[k] : m.epoch;
+        shadow[k] = e & kWritten ? e : e | m.mine;
       }
-      if (__builtin_expect(other, 0)) {
-        bool by_writer = (e & kWritten) && (e >> 12 & 15) != w.id;
-        u64 who = by_writer ? e >> 12 & 15 : (u64)__builtin_ctz(readers | 0x10000);
-        report(w, FK_LDS_RACE, l, addr[l], who << 1 | write);
-      }
+      continue;
     }
+    memcpy(before, shadow, n * sizeof *before);
+    if (__builtin_expect(write ? mark_run<true>(shadow, n, m) : mark_run<false>(shadow, n, m), 0))
+      report_race(w, m, before, n, write, l, addr[l]);
   }
 }
 

@@ -141,13 +141,22 @@ void lds_write(Wave& w, const u32* addr, u32 bytes, Form form, const Operand& da
   for (u32 k = 0; k < n; k++) {
     u64 u = w.undef[data.reg + k];
     const u32* d = w.reg(data.reg + k);
-    u32 step = bytes < 4 ? bytes : 4;
     for (u64 x = lanes; x; x &= x - 1) {
       int l = __builtin_ctzll(x);
       u32 v = form == DF_D16_HI || form == DF_U8_D16_HI ? d[l] >> 16 : d[l];
-      if (memcmp(lds + addr[l] + 4 * k, &v, step)) same &= ~(1ull << l);
-      memcpy(lds + addr[l] + 4 * k, &v, step);
-      memset(def + addr[l] + 4 * k, !(u >> l & 1), step);
+      u32 defined = u >> l & 1 ? 0 : 0x01010101;
+      u8 *to = lds + addr[l] + 4 * k, *mark = def + addr[l] + 4 * k;
+      if (bytes >= 4) {
+        u32 old;
+        memcpy(&old, to, 4);
+        if (old != v) same &= ~(1ull << l);
+        memcpy(to, &v, 4);
+        memcpy(mark, &defined, 4);
+      } else {
+        if (memcmp(to, &v, bytes)) same &= ~(1ull << l);
+        memcpy(to, &v, bytes);
+        memcpy(mark, &defined, bytes);
+      }
     }
   }
   mark_lds(w, addr, lanes, bytes, true, w.pc - 1, same);

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from rocm_msa import launcher
+from rocm_msa.aot import compile_builds
 from rocm_msa.cli import app, doctor_facts
 from rocm_msa.cli import doctor as doctor_module
 from rocm_msa.cli.doctor_checks import judge
 from rocm_msa.cli.doctor_facts import Facts, OpPath
+from tests.launcher import toy
 
 GOOD = Facts(
     python="3.11.7",
@@ -90,6 +93,36 @@ def test_what_does_not_stop_serving():
     assert verdict("CPU threads", environment={}).status == "note"
     assert verdict("CPU threads", environment={"OMP_NUM_THREADS": "64"}).status == "warn"
     assert verdict("nixl").status == "note"
+
+
+def test_compiled_kernels():
+    gpu = {"device_kind": "rocm", "devices": ("AMD Instinct MI355X (gfx950)",)}
+    assert verdict("compiled kernels", kernels=17, **gpu).found == "17 for gfx950"
+    missing = verdict("compiled kernels", kernel_fault="no compiled kernels: X", **gpu)
+    assert missing.status == "warn" and "run on Triton" in missing.found
+    assert "rocm-msa compile --arch gfx950" in missing.todo
+    assert verdict("compiled kernels", kernel_fault="no compiled kernels: X").status == "note"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_compiled_kernels_are_looked_at(monkeypatch, tmp_path, content):
+    monkeypatch.setattr(launcher, "PACKAGE_DIRECTORY", tmp_path)
+    if content is None:
+        compile_builds([toy.Build(16)], tmp_path, processes=1)
+        assert doctor_facts._kernels() == (1, None)
+    else:
+        (tmp_path / "manifest.json").write_text(content)
+        count, fault = doctor_facts._kernels()
+        assert count == 0 and "manifest.json" in fault
+
+
+def test_an_op_takes_flydsl_only_where_it_can_run():
+    op = "qkv_insert"
+    assert doctor_facts._op(op, "rocm", True).backends == ("flydsl", "triton", "reference")
+    for kind, compiled in (("rocm", False), ("cuda", True)):
+        assert doctor_facts._op(op, kind, compiled).backends == ("triton", "reference")
+    assert doctor_facts._op(op, "cpu", True).backends == ("reference",)
+    assert doctor_facts._op("dense_attention", "rocm", True).backends == ("triton", "reference")
 
 
 def test_command_exit_codes_and_output(monkeypatch):

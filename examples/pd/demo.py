@@ -40,6 +40,7 @@ from rocm_msa.demo.server import DemoError
 PROXY = Path(__file__).with_name("proxy.py")
 LENGTHS = (300, 1000, 3000)
 TOKENS = 16
+NAMES = {ROWS: "ours", STOCK: "vLLM's"}
 FLAGS = ("--dtype=float32",)  # so that two engines give the tokens of one
 
 
@@ -93,15 +94,16 @@ def report(rows: list[Row], console: Console) -> None:
     for row in rows:
         blocks = -(-row.prompt // 128)
         table.add_row(
-            row.connector,
+            NAMES[row.connector],
             f"{row.prompt:,}",
             str(blocks),
             str(row.read.descriptors),
             f"{row.read.descriptors / blocks:.2f}",
             f"{row.read.nbytes:,}",
-            "same text" if row.same else "OTHER TEXT",
+            "the same" if row.same else "OTHER",
         )
     console.print(table)
+    console.print("text: compared with that of one engine alone.", highlight=False)
 
 
 def main() -> int:

@@ -271,7 +271,7 @@ def test_demo_pd(tmp_path):
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [line for line in done.stdout.splitlines() if ROWS in line and "same text" in line]
+    rows = [line for line in done.stdout.splitlines() if "ours" in line and "the same" in line]
     assert len(rows) == 3
     assert "All processes ended." in done.stdout
     left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]

@@ -7,13 +7,16 @@ plugin's registration add `"kv_connector_module_path": "rocm_msa.vllm_plugin.nix
     plan.py         which bytes of which rank a rank reads, as few descriptors as possible (pure)
     fingerprint.py  what both sides must agree on, and the comparison
     leases.py       blocks the prefill engine keeps until they are read or their lease ends
-    control.py      the TCP side channel: handshake, commit, renew, progress
-    agent.py        the NIXL agent: one registered region, reads, connections
-    reader.py       loads of the decode engine: handshake, read, retry, commit
-    checks.py       identities and checksums of blocks (debug mode)
+    control.py      the TCP side channel: hello, commit, renew, cancel
     memory.py       the rows a rank registers, checked against the declared row
-    stats.py        metrics, through vLLM's own metrics path
-    scheduler.py, worker.py, connector.py, upstream.py    vLLM's side; upstream.py holds its imports
+    agent.py        the NIXL agent: registered regions, connections, reads
+    peers.py        prefill engines that a decode rank is connected to
+    reader.py       loads of a decode rank: connect, read, check, commit; retries and failures
+    arrival.py      between a row's arrival and its use: checks, conversion of a foreign packing
+    checks.py       identities and checksums of blocks (debug mode)
+    stats.py        counts; metrics.py: the same in vLLM's metrics
+    scheduler.py, worker.py, connector.py    the halves that vLLM calls
+    upstream.py     everything of vLLM that is used here
 
 docs/disaggregation.md describes the protocol, the commands and what to watch.
 """

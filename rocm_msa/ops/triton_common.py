@@ -145,7 +145,7 @@ def bf16_values(x):
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "tokens"])
 def rows_kernel(
     cu_seqlens,  # int32 [requests + 1]
     seq_lens,  # int32 [requests]

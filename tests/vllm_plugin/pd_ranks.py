@@ -176,3 +176,9 @@ def sides(prefill: dict | None = None, decode: dict | None = None) -> Iterator[t
     finally:
         target.close()
         source.close()
+
+
+def only(results: list) -> tuple[set[str], set[str]]:
+    """The result of a side with one rank."""
+    (result,) = results
+    return result

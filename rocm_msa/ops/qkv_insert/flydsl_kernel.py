@@ -100,6 +100,10 @@ class _Kind:
         found = self.before_v.select(k, self.before_index.select(v, index))
         return self.before_k.select(q, found)
 
+    def either(self, main, index):
+        """One value for q, k and v, another for the index branch."""
+        return self.before_index.select(main, index)
+
 
 @dataclass(frozen=True)
 class _Target:
@@ -202,17 +206,16 @@ def compile_kernel(build: Build) -> Compiled:
         t = live.select(token, tokens - 1)  # dead lanes load what the last token does
         if head < build.heads:
             kind = _Kind.of(build, head)
-            pick = kind.pick
+            pick, either = kind.pick, kind.either
 
             # First all loads, so that their latencies overlap.
             offset = fx.Int64(head * (dim * item) + part * (LANE_VALUES * item))
             raw, raw_words = _load(global_bytes(qkv).at(fx.Int64(t) * qkv_row + offset), dtype)
             position = _integer(_address(positions), position_step, position_high, t)
-            main, other = _address(main_slots), _address(index_slots)
             slot = _integer(
-                pick(main, main, main, other, other),
-                pick(*[main_slot_step] * 3, *[index_slot_step] * 2),
-                pick(*[main_slot_high] * 3, *[index_slot_high] * 2),
+                either(_address(main_slots), _address(index_slots)),
+                either(main_slot_step, index_slot_step),
+                either(main_slot_high, index_slot_high),
                 t,
             )
             w = [_address(p) for p in (weight_q, weight_k, weight_index_q, weight_index_k)]
@@ -234,17 +237,15 @@ def compile_kernel(build: Build) -> Compiled:
             words = [is_v.select(a, b) for a, b in zip(raw_words, rounded, strict=True)]
 
             if kind.is_query:
-                first, count = fx.Int32(0), fx.Int32(q_heads)
-                other_first, other_count = fx.Int32(first_index), fx.Int32(index)
-                vector = fx.Int64(token) * fx.Int64(
-                    pick(count, count, count, other_count, other_count)
-                ) + fx.Int64(head - pick(first, first, first, other_first, other_first))
-                out = pick(*[_address(q_out)] * 3, *[_address(index_q_out)] * 2)
+                count = either(fx.Int32(q_heads), fx.Int32(index))
+                first = either(fx.Int32(0), fx.Int32(first_index))
+                vector = fx.Int64(token) * fx.Int64(count) + fx.Int64(head - first)
+                out = either(_address(q_out), _address(index_q_out))
                 place = global_address(out + vector * (dim * item)).at(part * (LANE_VALUES * item))
                 if live:
                     _store(place, words)
             else:
-                slots = pick(*[main_limit] * 3, *[index_limit] * 2)
+                slots = either(main_limit, index_limit)
                 target = _Target(
                     pick(
                         fx.Int64(0),
@@ -253,7 +254,7 @@ def compile_kernel(build: Build) -> Compiled:
                         fx.Int64(0),
                         _address(index_pages),
                     ),
-                    pick(*[main_stride] * 3, *[index_stride] * 2),
+                    either(main_stride, index_stride),
                     pick(k_scale, k_scale, v_scale, index_scale, index_scale),
                     pick(*[fx.Int32(n) for n in data_offsets]),
                     pick(*[fx.Int32(n) for n in scale_offsets]),

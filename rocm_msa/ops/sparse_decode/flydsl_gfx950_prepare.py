@@ -83,7 +83,6 @@ def prepare(build: Build):
 
         # Every wave knows the row's own pages: slot s in lane s.
         own_page, own_live = resolve(own + (lane < topk).select(lane, fx.Int32(0)))
-        slots = [wave.lane_value(own_page, s) for s in range(topk)]
         # A filter, for most pages are named once: bit `page % FILTER_BITS` of each own page.
         if thread < FILTER_BITS // 32:
             known.store(fx.Int32(0), offset=thread * 4)
@@ -100,6 +99,7 @@ def prepare(build: Build):
                 word = _filter_word(known, number).load(fx.Uint32)
                 hits = hits | ((word >> fx.Uint32(number & 31)) & 1)
             if wave.wave_any(hits != 0):
+                slots = [wave.lane_value(own_page, s) for s in range(topk)]
                 for place, number in zip(places, found, strict=True):
                     same = fx.Int32(0)
                     for s in fx.range_constexpr(topk):

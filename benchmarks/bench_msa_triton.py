@@ -227,6 +227,14 @@ def insert():
             )
 
         table = {"ours": lambda inputs=inputs, run=run: [lambda x=x: run(x) for x in inputs]}
+        written = tokens * (17 * 256 + 3 * 72)
+        half = [x.view(torch.uint8).flatten()[: nbytes // 2] for x in inputs]
+        to = torch.empty_like(half[0])
+        table["copy of as many bytes"] = lambda half=half, to=to: [
+            lambda x=x: to.copy_(x) for x in half
+        ]
+        floors = f"read {roofline.floor_us(nbytes):.1f} us, copy {roofline.copy_us(nbytes):.1f} us"
+        print(f"qkv_insert {tokens}: {nbytes} bytes, {written} of them written; floors: {floors}")
         yield from _measure("qkv_insert", f"{tokens}", roofline.floor_us(nbytes), table)
 
 
@@ -242,19 +250,25 @@ def shared():
         work = cases.decode_calls(64, rows, copies, cache.num_blocks)
         out = torch.empty_like(work[0].q)
 
-        def calls(work=work, cache=cache, rows=rows, out=out, same=False):
+        def calls(work=work, cache=cache, rows=rows, out=out, same=False, hint=False):
             if same:
                 for c in work:
                     c.table.copy_(c.table[:1].clone().expand_as(c.table))
                     c.ids.copy_(c.ids[:, :1].clone().expand_as(c.ids))
             return [
                 lambda c=c: sparse_decode(
-                    c.q, cache, c.ids, c.table, c.lens, rows, SCALE, out=out, backend="triton"
+                    c.q, cache, c.ids, c.table, c.lens, rows, SCALE, out=out, shared_pages=hint,
+                    backend="triton",
                 )
                 for c in work
-            ]
+            ]  # fmt: skip
 
-        table = {"own pages": calls, "shared pages": lambda calls=calls: calls(same=True)}
+        table = {
+            "own pages": calls,
+            "own pages, hint": lambda calls=calls: calls(hint=True),
+            "shared pages": lambda calls=calls: calls(same=True),
+            "shared pages, hint": lambda calls=calls: calls(same=True, hint=True),
+        }
         yield from _measure("shared", f"64x{rows}", roofline.floor_us(nbytes), table)
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_msa.ops.triton_common import load_half_pages
+from rocm_msa.ops.triton_common import page_halves
 
 SOURCES = Path(__file__).resolve().parents[1] / ".cache" / "vllm-0.33.0"
 _OPS = Path("vllm/models/minimax_m3/common/ops")
@@ -75,10 +75,9 @@ def dequantize_kernel(
     token = tl.arange(0, 128)
     i = tl.arange(0, D)
     to = out + item.to(tl.int64) * (256 * D) + token[:, None] * (2 * D) + i[None, :]
-    every = token < 128
-    a, b = load_half_pages(base, token, every, 0, K_SCALES, D, 0, tl.float32)
+    a, b = page_halves(base, token, 0, K_SCALES, D, 0, tl.float32)
     tl.store(to, tl.reshape(tl.join(a, b), (128, D)).to(tl.float8e4nv))
-    a, b = load_half_pages(base, token, every, V_DATA, V_SCALES, D, 0, tl.float32)
+    a, b = page_halves(base, token, V_DATA, V_SCALES, D, 0, tl.float32)
     tl.store(to + D, tl.reshape(tl.join(a, b), (128, D)).to(tl.float8e4nv))
 
 

@@ -25,6 +25,11 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / (graph_time([lambda: y.copy_(x)], 10).median * 1e-6)
 
 
+def copy_us(nbytes: int) -> float:
+    """Microseconds for `nbytes` read and written together at the rate of a large copy."""
+    return nbytes / copy_bandwidth() * 1e6
+
+
 def floor_us(read: int, written: int = 0) -> float:
     """Microseconds for `read` bytes and `written` bytes at the read bandwidth."""
     return (read + written) / read_bandwidth() * 1e6

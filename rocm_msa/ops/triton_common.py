@@ -6,7 +6,8 @@ value changes its place in registers:
     NVFP4       a = even head_dim (low nibbles), b = odd head_dim (high nibbles)
     FP8, bf16   a = the first half of head_dim,  b = the second
 
-KIND is 0 for NVFP4, 1 for FP8, 2 for bf16. Decoded values are exact in every operand type they are
+KIND is 0 for NVFP4, 1 for FP8, 2 for bf16, 3 and 4
+for FP8 and bf16 on NVIDIA from sm_89 on. Decoded values are exact in every operand type they are
 asked for, but for bf16 pages in fp16: the kernels use fp32 there. Codes that are NaN in their
 format read as 0. Byte offsets are 64-bit. Needs head_dim / 2 to be a power of two >= 16.
 """
@@ -59,46 +60,96 @@ def e2m1_half(code):
 
 
 @triton.jit
-def load_half_pages(
+def e4m3_half(code):
+    """fp16 of E4M3 codes `code` uint16 0..255; the NaN codes give 0."""
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)  # the number * 2^-8
+    value = bits.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, 0.0, value)
+
+
+@triton.jit
+def finite_bf16(bits):
+    """bf16 of its bits uint16, and 0 where it is infinite or NaN."""
+    bits = tl.where((bits & 0x7F80) == 0x7F80, 0, bits).to(tl.uint16)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+# A NaN code of E4M3 is 0x7F, an infinite or NaN bf16 has all exponent bits: adding 1 below them in
+# the value without its sign carries into the sign, which prmt spreads over a mask.
+_E4M3_PTX = tl.constexpr("""{
+.reg .b32 t; .reg .b16 lo, hi;
+and.b32 t, $2, 0x7F7F7F7F;
+add.u32 t, t, 0x01010101;
+prmt.b32 t, t, t, 0xBA98;
+lop3.b32 t, $2, t, t, 0x30;
+mov.b32 {lo, hi}, t;
+cvt.rn.f16x2.e4m3x2 $0, lo;
+cvt.rn.f16x2.e4m3x2 $1, hi;
+}""")
+_BF16_PTX = tl.constexpr("""{
+.reg .b32 t;
+and.b32 t, $1, 0x7F807F80;
+add.u32 t, t, 0x00800080;
+prmt.b32 t, t, t, 0xBB99;
+lop3.b32 $0, $1, t, t, 0x30;
+}""")
+
+
+@triton.jit
+def _e4m3_values(codes):
+    """fp16 of E4M3 bytes on sm_89 and later; the NaN codes give 0."""
+    return tl.inline_asm_elementwise(
+        _E4M3_PTX, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _finite_pairs(x):
+    """bf16 `x`, and 0 where it is infinite or NaN, on NVIDIA."""
+    return tl.inline_asm_elementwise(
+        _BF16_PTX, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def page_halves(
     base,  # uint8 pointer to the head's run in the page
     tokens,  # int32 [T]
-    keep,  # bool [T]: the others read as 0
     DATA: tl.constexpr,  # byte offset of the side's data
     SCALES: tl.constexpr,  # byte offset of its block scales
     D: tl.constexpr,
     KIND: tl.constexpr,
     OP: tl.constexpr,  # operand type
 ):
-    """The two halves of `tokens`' vectors, without the global scale: OP `[T, D / 2]` each."""
+    """The two halves of `tokens`' vectors, without the global scale: OP `[T, D / 2]` each.
+
+    Whatever the page holds, the values are finite: weighed with 0 they add nothing.
+    """
     i = tl.arange(0, D // 2)
-    mask = keep[:, None]
     if KIND == 0:
-        byte = tl.load(base + DATA + tokens[:, None] * (D // 2) + i[None, :], mask=mask, other=0)
+        T: tl.constexpr = tokens.shape[0]
+        code = tl.load(base + DATA + tokens[:, None] * (D // 2) + i[None, :]).to(tl.uint16)
         group = tl.arange(0, D // 16)
         at = base + SCALES + tokens[:, None] * (D // 16) + group[None, :]
-        scale = e4m3_value(tl.load(at, mask=mask, other=0).to(tl.int32)).to(tl.float16)
-        T: tl.constexpr = scale.shape[0]
+        scale = e4m3_half(tl.load(at).to(tl.uint16))
         scale = tl.broadcast_to(scale[:, :, None], (T, D // 16, 8)).reshape(T, D // 2)
-        code = byte.to(tl.uint16)
         a = e2m1_half(code & 0xF) * scale
         b = e2m1_half(code >> 4) * scale
         return a.to(OP), b.to(OP)
+    elif KIND == 3:
+        at = base + DATA + tokens[:, None] * D + i[None, :]
+        return _e4m3_values(tl.load(at)).to(OP), _e4m3_values(tl.load(at + D // 2)).to(OP)
+    elif KIND == 4:
+        at = (base + DATA).to(tl.pointer_type(tl.bfloat16)) + tokens[:, None] * D + i[None, :]
+        return _finite_pairs(tl.load(at)).to(OP), _finite_pairs(tl.load(at + D // 2)).to(OP)
     elif KIND == 1:
         at = base + DATA + tokens[:, None] * D + i[None, :]
-        a = e4m3_value(tl.load(at, mask=mask, other=0).to(tl.int32))
-        b = e4m3_value(tl.load(at + D // 2, mask=mask, other=0).to(tl.int32))
+        a = e4m3_half(tl.load(at).to(tl.uint16))
+        b = e4m3_half(tl.load(at + D // 2).to(tl.uint16))
         return a.to(OP), b.to(OP)
     else:
-        at = (base + DATA).to(tl.pointer_type(tl.bfloat16)) + tokens[:, None] * D + i[None, :]
-        a = finite(tl.load(at, mask=mask, other=0.0).to(tl.float32))
-        b = finite(tl.load(at + D // 2, mask=mask, other=0.0).to(tl.float32))
-        return a.to(OP), b.to(OP)
-
-
-@triton.jit
-def finite(x):
-    """`x`, and 0 where it is infinite or NaN."""
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        at = (base + DATA).to(tl.pointer_type(tl.uint16)) + tokens[:, None] * D + i[None, :]
+        return finite_bf16(tl.load(at)).to(OP), finite_bf16(tl.load(at + D // 2)).to(OP)
 
 
 @triton.jit

@@ -117,76 +117,96 @@ Q_ROWS = gl.constexpr(gl.SliceLayout(1, Q_LOAD))
 
 
 @gluon.constexpr_function
-def _tokens(first: int, tile: int, rank: int) -> list[list[int]]:
-    """Bases of the token bits from `first` on, below `tile`."""
+def _bits(first: int, last: int, rank: int) -> list[list[int]]:
+    """Bases of the bits from `first` on, below `last`, of the first of `rank` dimensions."""
     bases = []
-    while first < tile:
+    while first < last:
         bases.append([first] + [0] * (rank - 1))
         first *= 2
     return bases
 
 
 @gluon.constexpr_function
-def k_layout(tile: int) -> gl.DistributedLinearLayout:
-    """Words of K `[tile tokens, j 4, w_high 2, w_low 2]`."""
-    regs = [[0, 0, 0, 1], [0, 0, 1, 0], *_tokens(8, tile, 4)]
+def k_layout(tile: int, warps: int = 1) -> gl.DistributedLinearLayout:
+    """Words of K `[tokens, j 4, w_high 2, w_low 2]`, `tile` tokens a warp."""
+    regs = [[0, 0, 0, 1], [0, 0, 1, 0], *_bits(8, tile, 4)]
     lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, 2, 2])
+    split = _bits(tile, tile * warps, 4)
+    return gl.DistributedLinearLayout(regs, lanes, split, [], [tile * warps, 4, 2, 2])
 
 
 @gluon.constexpr_function
-def k_load_layout(tile: int) -> gl.DistributedLinearLayout:
-    """The same with the four words of a lane as one dimension: `[tile tokens, j 4, w 4]`."""
-    regs = [[0, 0, 1], [0, 0, 2], *_tokens(8, tile, 3)]
+def k_load_layout(tile: int, warps: int = 1) -> gl.DistributedLinearLayout:
+    """The same with the four words of a lane as one dimension: `[tokens, j 4, w 4]`."""
+    regs = [[0, 0, 1], [0, 0, 2], *_bits(8, tile, 3)]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile, 4, 4])
+    split = _bits(tile, tile * warps, 3)
+    return gl.DistributedLinearLayout(regs, lanes, split, [], [tile * warps, 4, 4])
 
 
 @gluon.constexpr_function
-def v_layout(tile: int) -> gl.DistributedLinearLayout:
-    """Words of V, of every second token: `[tile / 2, g 8, w 2]`."""
-    regs = [[0, 0, 1], *_tokens(4, tile // 2, 3)]
+def v_layout(tile: int, warps: int = 1) -> gl.DistributedLinearLayout:
+    """Words of V, of every second token: `[tokens / 2, g 8, w 2]`, `tile` tokens a warp."""
+    regs = [[0, 0, 1], *_bits(4, tile // 2, 3)]
     lanes = [[1, 0, 0], [2, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, [], [], [tile // 2, 8, 2])
+    split = _bits(tile // 2, tile * warps // 2, 3)
+    return gl.DistributedLinearLayout(regs, lanes, split, [], [tile * warps // 2, 8, 2])
 
 
 @gluon.jit
-def query_tile(q_ptr, row_stride, head_stride, rows, heads, live, M: gl.constexpr):
-    """fp16 A operand `[M, 128]` of M (row, head) pairs, and the fp32 factor of each.
+def query_rows(q_ptr, row_stride, head_stride, rows, heads, live, scale, LAYOUT: gl.constexpr):
+    """fp16 queries `[M, 128]` of M (row, head) pairs in k order, in LAYOUT, and their factors > 0.
 
-    rows, heads, live: `[M]` int64 / int64 / bool in the layout Q_ROWS.
+    rows, heads, live: `[M]` int64 / int64 / bool in SliceLayout(1, LAYOUT).
+    scale: q . k is query . key * factor * sign: |scale| is in the factor, its sign in the query.
     """
-    d = gl.arange(0, 128, gl.SliceLayout(0, Q_LOAD))
+    M: gl.constexpr = rows.shape[0]
+    d = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     offset = (rows * row_stride + heads * head_stride)[:, None] + d[None, :]
     q = gl.load(q_ptr + offset, mask=live[:, None], other=0.0).to(gl.float32)
     top = gl.max(gl.abs(q), 1)
     bits = gl.minimum(top.to(gl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+    bits = gl.maximum(bits, 0x2B800000)  # 2^-40: a factor of 0 would spoil the mask of -inf
     inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    inverse = gl.where(scale < 0, -inverse, inverse)
     q = (q * inverse[:, None]).to(gl.float16)
     # head_dim bits j1 j0 | w1 w0 | h | p1 p0  ->  k bits w1 w0 p1 p0 j1 j0 h
     q = q.reshape([M, 4, 2, 2, 2, 2, 2]).permute(0, 2, 3, 5, 6, 1, 4).reshape([M, 128])
-    factor = bits.to(gl.float32, bitcast=True) * 16384.0
+    return q, bits.to(gl.float32, bitcast=True) * gl.maximum(gl.abs(scale) * 16384.0, 1e-20)
+
+
+@gluon.jit
+def scaled_query(q_ptr, row_stride, head_stride, rows, heads, live, scale, M: gl.constexpr):
+    """query_rows as the A operand of one warp, factors in the layout ROWS."""
+    q, factor = query_rows(q_ptr, row_stride, head_stride, rows, heads, live, scale, Q_LOAD)
     return gl.convert_layout(q, A), gl.convert_layout(factor, ROWS)
 
 
 @gluon.jit
-def load_k(k_words, k_scales, TILE: gl.constexpr):
-    """Data words and scale bytes of TILE tokens from their first token on."""
-    L: gl.constexpr = k_load_layout(TILE)
+def query_tile(q_ptr, row_stride, head_stride, rows, heads, live, M: gl.constexpr):
+    """The same for a scale of 1."""
+    return scaled_query(q_ptr, row_stride, head_stride, rows, heads, live, 1.0, M)
+
+
+@gluon.jit
+def load_k(k_words, k_scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
+    """Data words and scale bytes of TILE tokens a warp, from their first token on."""
+    L: gl.constexpr = k_load_layout(TILE, WARPS)
     L2: gl.constexpr = gl.SliceLayout(2, L)
-    t = gl.arange(0, TILE, gl.SliceLayout(1, L2))
+    t = gl.arange(0, TILE * WARPS, gl.SliceLayout(1, L2))
     j = gl.arange(0, 4, gl.SliceLayout(0, L2))
     w = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     at = t[:, None] * 16 + j[None, :] * 4
     words = gl.load(k_words + (at[:, :, None] + w[None, None, :]))  # 16 bytes a lane
-    words = gl.convert_layout(words.reshape([TILE, 4, 2, 2]), k_layout(TILE), assert_trivial=True)
+    words = words.reshape([TILE * WARPS, 4, 2, 2])
+    words = gl.convert_layout(words, k_layout(TILE, WARPS), assert_trivial=True)
     return words, gl.load(k_scales + (t[:, None] * 4 + j[None, :]))
 
 
 @gluon.jit
-def k_operand(words, scales, TILE: gl.constexpr):
-    """fp16 B operand `[128, TILE]`."""
-    L: gl.constexpr = k_layout(TILE)
+def k_values(words, scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
+    """fp16 K `[128 k, tokens]`, where the lanes that loaded it hold it."""
+    L: gl.constexpr = k_layout(TILE, WARPS)
     low, high = gl.inline_asm_elementwise(
         _SCALES, "=h,=h,h", [scales], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
     )
@@ -203,16 +223,21 @@ def k_operand(words, scales, TILE: gl.constexpr):
     p0 = gl.join(gl.join(e[0], e[1]), gl.join(e[2], e[3]))  # [t, j, w1, w0, h, p0]
     p1 = gl.join(gl.join(e[4], e[5]), gl.join(e[6], e[7]))
     k = gl.join(p0, p1)  # [t, j, w1, w0, h, p0, p1]
-    k = k.permute(2, 3, 6, 5, 1, 4, 0).reshape([128, TILE])
-    return gl.convert_layout(k, B, assert_trivial=True)
+    return k.permute(2, 3, 6, 5, 1, 4, 0).reshape([128, TILE * WARPS])
 
 
 @gluon.jit
-def load_v(v_words, v_scales, TILE: gl.constexpr):
-    """Data words and scale bytes of the even and of the odd tokens of a tile."""
-    L: gl.constexpr = v_layout(TILE)
+def k_operand(words, scales, TILE: gl.constexpr):
+    """k_values of one warp as its B operand."""
+    return gl.convert_layout(k_values(words, scales, TILE), B, assert_trivial=True)
+
+
+@gluon.jit
+def load_v(v_words, v_scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
+    """Data words and scale bytes of the even and of the odd tokens of TILE tokens a warp."""
+    L: gl.constexpr = v_layout(TILE, WARPS)
     L2: gl.constexpr = gl.SliceLayout(2, L)
-    t = gl.arange(0, TILE // 2, gl.SliceLayout(1, L2))
+    t = gl.arange(0, TILE * WARPS // 2, gl.SliceLayout(1, L2))
     g = gl.arange(0, 8, gl.SliceLayout(0, L2))
     w = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     at2 = t[:, None] * 32 + g[None, :] * 2
@@ -223,8 +248,8 @@ def load_v(v_words, v_scales, TILE: gl.constexpr):
 
 
 @gluon.jit
-def v_operand(even, odd, s_even, s_odd, TILE: gl.constexpr):
-    """fp16 B operand `[TILE, 128]`, columns in the permuted order above."""
+def v_values(even, odd, s_even, s_odd, TOKENS: gl.constexpr):
+    """fp16 V `[TOKENS, 128]`, columns in the permuted order above, where it was loaded."""
     pair = s_even.to(gl.uint16) | (s_odd.to(gl.uint16) << 8)
     low, high = gl.inline_asm_elementwise(
         _SCALES, "=h,=h,h", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
@@ -242,5 +267,10 @@ def v_operand(even, odd, s_even, s_odd, TILE: gl.constexpr):
     i2 = gl.join(gl.join(e[8], e[9]), gl.join(e[10], e[11]))
     i3 = gl.join(gl.join(e[12], e[13]), gl.join(e[14], e[15]))
     v = gl.join(gl.join(i0, i1), gl.join(i2, i3))  # [t, g, w, token, i0, i1, i2]
-    v = v.permute(0, 3, 2, 6, 5, 4, 1).reshape([TILE, 128])
-    return gl.convert_layout(v, B, assert_trivial=True)
+    return v.permute(0, 3, 2, 6, 5, 4, 1).reshape([TOKENS, 128])
+
+
+@gluon.jit
+def v_operand(even, odd, s_even, s_odd, TILE: gl.constexpr):
+    """v_values of one warp as its B operand."""
+    return gl.convert_layout(v_values(even, odd, s_even, s_odd, TILE), B, assert_trivial=True)

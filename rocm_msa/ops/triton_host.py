@@ -84,3 +84,12 @@ def hopper(x: torch.Tensor) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(x.device) == (9, 0)
     )
+
+
+def converts_e4m3(x: torch.Tensor) -> bool:
+    """Whether this tensor's device has an instruction from E4M3 to fp16 that Triton uses."""
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    )

@@ -90,9 +90,11 @@ def _attention(config, main_cache, index_cache, rows, lens, rows_per_request) ->
     if rows_per_request is None:
         ops.sparse_prefill(q, main_cache, ids, table, cu, lens, scale, backend="triton")
     else:
-        ops.sparse_decode(
-            q, main_cache, ids, table, lens, rows_per_request, scale, backend="triton"
-        )
+        for hint in (False, True):
+            ops.sparse_decode(
+                q, main_cache, ids, table, lens, rows_per_request, scale, shared_pages=hint,
+                backend="triton",
+            )  # fmt: skip
 
 
 def _insert(config, main_cache, index_cache, tokens) -> None:

@@ -267,6 +267,97 @@ def test_insert_differs_from_the_reference_in_last_bits_only(record_property):
     assert (error <= 2.0**-7 * theirs[0].float().abs() + 1e-6).all()
 
 
+def prefix_batch(requests: int, rows: int, pages: int, dtype: str, shared: int = 800):
+    """Rows of requests that share the first `shared` tokens and have tails of their own.
+
+    Rows select the same blocks of the prefix, but for every fifth row, and their newest block;
+    every seventh request has pages of its own all through, request 3 is padding.
+    """
+    main, _ = pools(pages, dtype)
+    blocks = shared // 128
+    tails = torch.randint(1, 300, (requests,)).tolist()
+    lens = torch.tensor([blocks * 128 + t for t in tails], dtype=torch.int32)
+    lens[3] = 0
+    table = torch.randint(0, pages, (requests, blocks + 3), dtype=torch.int32)
+    common = [r for r in range(requests) if r % 7 != 6]
+    table[common, :blocks] = table[0, :blocks]
+    ids = torch.full((1, requests * rows, TOPK), -1, dtype=torch.int32)
+    for t in range(requests * rows):
+        n = int(lens[t // rows]) - rows + t % rows + 1
+        newest = max(0, -(-n // 128) - 1)
+        chosen = [newest, *[b for b in range(0 if t % 5 else 1, blocks) if b != newest]][:TOPK]
+        ids[0, t, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    q = torch.randn(requests * rows, Q_HEADS, DIM, device="cuda").bfloat16()
+    return main, q, ids.cuda(), table.cuda(), lens.cuda()
+
+
+def tunings(dtype: str):
+    from rocm_msa.ops.sparse_decode.plan import Tuning
+
+    units, tile = ((1, 2, 4), 4) if dtype == "nvfp4" else ((1, 2), 2)
+    return [Tuning(u, share, tile_rows=tile) for u in units for share in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize(("requests", "rows"), [(64, 1), (16, 4), (70, 2), (5, 8)])
+def test_shared_pages_change_no_bit(dtype, requests, rows):
+    """Whoever works on a page, and however the lists are cut: the bits of a row alone."""
+    from rocm_msa.ops.sparse_decode.triton_impl import run
+
+    main, q, ids, table, lens = prefix_batch(requests, rows, 300, dtype)
+    want, want_lse = run(q, main, ids, table, lens, rows, SCALE, tuning=tunings(dtype)[0])
+    reference = ops.sparse_decode(q, main, ids, table, lens, rows, SCALE, backend="reference")
+    compare(want, reference)
+    for tuning in tunings(dtype)[1:]:
+        got, lse = run(q, main, ids, table, lens, rows, SCALE, tuning=tuning)
+        assert torch.equal(got, want) and torch.equal(lse, want_lse), tuning
+    for r in (0, 2, requests - 1):
+        mine = slice(r * rows, r * rows + rows)
+        alone, _ = run(q[mine], main, ids[:, mine], table[r : r + 1], lens[r : r + 1], rows, SCALE)
+        assert torch.equal(alone, want[mine])
+    assert not want[3 * rows : 4 * rows].any()
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "bf16"])
+def test_shared_pages_with_poison(dtype):
+    """NaN patterns behind every request's keys, also in pages that others share."""
+    from rocm_msa.ops.sparse_decode.triton_impl import run
+
+    main, q, ids, table, lens = prefix_batch(16, 4, 300, dtype)
+    clean = run(q, main, ids, table, lens, 4, SCALE, tuning=tunings(dtype)[-1])
+    used = torch.zeros(300, 128, dtype=torch.bool, device="cuda")
+    for r, n in enumerate(lens.tolist()):
+        for b in range(-(-n // 128)):
+            used[table[r, b], : min(128, n - b * 128)] = True
+    for region in main.page.head_layout:
+        main.region(region.name)[:, 0][~used] = 0xFF
+    again = run(q, main, ids, table, lens, 4, SCALE, tuning=tunings(dtype)[-1])
+    for a, b in zip(clean, again, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graph_replay_when_other_pages_are_shared():
+    """Captured with a shared prefix, replayed with another, with none and with other lengths."""
+    main, q, ids, table, lens = prefix_batch(64, 4, 300, "nvfp4")
+
+    def step():
+        return ops.sparse_decode(q, main, ids, table, lens, 4, SCALE, shared_pages=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    shapes = table.shape
+    for new in (
+        torch.randint(0, 300, shapes, dtype=torch.int32),
+        torch.randint(0, 300, (1, shapes[1]), dtype=torch.int32).expand(shapes),
+    ):
+        table.copy_(new)
+        lens.copy_(lens.flip(0))
+        graph.replay()
+        assert torch.equal(captured, ops.sparse_decode(q, main, ids, table, lens, 4, SCALE))
+
+
 def test_after_the_warm_up_nothing_is_compiled():
     from rocm_msa.ops.triton_warmup import Config, compiled, warmup
 

@@ -249,3 +249,17 @@ def test_a_main_cache_is_not_an_index_cache_even_with_one_head():
     main = MainCache.allocate(4, 1, "nvfp4", head_dim=32)
     with pytest.raises(TypeError, match="index_cache"):
         index_score_decode(**{**GOOD, "index_cache": main})
+
+
+@pytest.mark.parametrize("requests", [1, 3, 45, 128])
+@pytest.mark.parametrize("max_blocks", [1, 31, 896, 4096, 8192])
+def test_plan_of_the_one_warp_kernel(requests, max_blocks):
+    """Runs that its 32 lanes hold; above one wave, waves that are full but for the last run."""
+    from rocm_msa.ops.index_score_decode.plan import select_hopper
+
+    t = select_hopper(requests, 16, max_blocks)
+    assert 1 <= t.run <= 32 and t.tile in (16, 32)
+    work = requests * max_blocks
+    if t.tile == 32:
+        waves = -(-work // (1584 * 32))
+        assert work / t.run <= 1584 * waves and t.run > 1

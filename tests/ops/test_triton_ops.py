@@ -24,9 +24,12 @@ from tests.ops.cases import (
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"
+    ),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
 
 # Largest difference from the fp32 reference, relative to the result's largest value: operands of
 # 16 bits (q exact, p rounded), fp32 sums in another order; the result's own rounding on top.
@@ -95,6 +98,124 @@ def test_sparse_decode(dtype, rows, q_dtype):
     assert got is out and guards_intact(buffer.cpu())
     close(got, want, q_dtype)
     close(lse, want_lse, q_dtype)
+
+
+def shared_batch(dtype: str, rows: int, lens: list[int], own_tail: bool, q_dtype, topk: int = 5):
+    """Requests that share the pages of a prefix, and selections that agree in part.
+
+    Of each request's rows the last has its list in another order; the third request selects the
+    shared pages but one. With `own_tail` every request has its newest block for itself.
+    """
+    batch = make_batch(lens, dtype=dtype, head_dim=DIM, gap=48)
+    table = batch.table.clone()
+    for r in range(1, len(lens)):
+        blocks = -(-lens[r] // 128)
+        shared = min(blocks - own_tail, -(-lens[0] // 128) - own_tail)
+        table[r, : max(shared, 0)] = table[0, : max(shared, 0)]
+    q = queries(15, len(lens) * rows, 4, DIM, dtype=q_dtype)
+    ids = torch.full((2, len(q), topk), -1, dtype=torch.int32)
+    for r, n in enumerate(lens):
+        newest = max(0, -(-n // 128) - 1)
+        for i in range(rows):
+            chosen = [newest, *range(min(newest, topk - 1))]
+            if r == 2 and newest > topk:
+                chosen[2] = topk
+            if i == rows - 1:
+                chosen = chosen[::-1]
+            ids[:, r * rows + i, : len(chosen)] = int32(chosen)
+    return batch, table, q, ids
+
+
+SHARED = [(d, rows, tail) for d in DTYPES for rows in range(1, 7) for tail in (False, True)]
+if INTERPRETED:
+    SHARED = [("nvfp4", 4, False), ("fp8", 1, True), ("bf16", 1, False)]
+
+
+@pytest.mark.parametrize(("dtype", "rows", "own_tail"), SHARED)
+def test_shared_pages(dtype, rows, own_tail):
+    """Rows that share pages: the reference's result, and on a GPU the bits of rows one by one."""
+    from rocm_msa.ops.sparse_decode.plan import Tuning
+    from rocm_msa.ops.sparse_decode.triton_impl import run
+
+    lens = [300, 300, 290] if INTERPRETED else [900, 900, 890, 0, 900, 897, 900, 1]
+    batch, table, q, ids = shared_batch(dtype, rows, lens, own_tail, QUERY[-1])
+    want, want_lse = ops.sparse_decode(
+        q, batch.main, ids, table, batch.seq_lens, rows, 0.3, return_lse=True
+    )
+    main = moved(batch.main)
+    arguments = (*to(ids, table, batch.seq_lens), rows, 0.3)
+    (q,) = to(q)
+    alone = None if INTERPRETED else run(q, main, *arguments, tuning=Tuning(1, False))
+    hopper = not INTERPRETED and dtype == "nvfp4"
+    for unit in (2,) if INTERPRETED else (1, 2, 4, 8) if hopper else (1, 2):
+        tuning = Tuning(unit, True, tile_rows=4 if hopper else 2)
+        got, lse = run(q, main, *arguments, tuning=tuning)
+        close(got, want, QUERY[-1])
+        close(lse, want_lse, QUERY[-1])
+        if not INTERPRETED:
+            assert torch.equal(got, alone[0]) and torch.equal(lse, alone[1])
+
+
+def plan_oracle(ids, table, lens, rows, pages, unit):
+    """Units that are taken, and the pages of each tile's, from the lists in plain Python."""
+    heads, total, topk = ids.shape
+    sorted_lists = {}
+    for h in range(heads):
+        for t in range(total):
+            n = int(lens[t // rows]) - rows + t % rows + 1
+            found = []
+            for b in sorted(int(b) for b in ids[h, t] if 0 <= int(b) * 128 < n):
+                page = int(table[t // rows, b])
+                found.append(page if 0 <= page < pages else None)
+            sorted_lists[h, t] = found + [None] * (topk - len(found))
+    tiles, used = [], set()
+    for r in range(len(lens)):
+        if rows >= 4 or rows == 3 or lens[r] == 0:
+            tiles += [[r * rows + i for i in range(a, min(a + 4, rows))] for a in range(0, rows, 4)]
+        elif r not in used:
+            window = range(r, min(len(lens), r // 64 * 64 + 64))
+            same = [o for o in window if o not in used and lens[o] and table[o, 0] == table[r, 0]]
+            group = same[: 4 // rows]
+            used.update(group)
+            tiles.append([o * rows + i for o in group for i in range(rows)])
+    taken, work = {}, {}
+    for h in range(heads):
+        for tile in tiles:
+            for u in range(-(-topk // unit)):
+                slots = range(u * unit, min(u * unit + unit, topk))
+                rows_ = [[sorted_lists[h, t][s] for t in tile] for s in slots]
+                live = [[p for p in row if p is not None] for row in rows_]
+                blocks, used_slots = sum(map(len, live)), sum(bool(x) for x in live)
+                take = (
+                    blocks > 0 and blocks >= 2 * used_slots and all(len(set(x)) <= 1 for x in live)
+                )
+                work[tile[0], h, u] = [x[0] if x else 0 for x in live] if take else []
+                for t in tile:
+                    taken[t, h, u] = take
+    return taken, work
+
+
+@pytest.mark.parametrize(("rows", "unit"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_plan_of_shared_pages(rows, unit):
+    from rocm_msa.ops.sparse_decode.sharing import plan
+
+    lens = [900, 900, 890, 0, 900, 129, 900, 900]
+    _, table, _, ids = shared_batch("bf16", rows, lens, True, torch.float32)
+    table[6, 3] = 2**30  # names no page
+    pages = int(table[table < 2**30].max()) + 1
+    made = plan(*to(ids, table, int32(lens)), rows, pages, unit, 4, False)
+    taken, work = plan_oracle(ids, table, lens, rows, pages, unit)
+    heads, total, topk = ids.shape
+    units = -(-topk // unit)
+    got = made.taken.cpu().view(total, heads, units)
+    leading = made.leading.cpu().view(total, heads, units)
+    lists = made.work.cpu().view(total, heads, units, unit)
+    assert any(taken.values()) and not all(taken.values())
+    for (t, h, u), take in taken.items():
+        assert bool(got[t, h, u]) == take
+        pages_ = work.get((t, h, u), [])
+        assert bool(leading[t, h, u]) == bool(pages_)
+        assert not pages_ or lists[t, h, u, : len(pages_)].tolist() == pages_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,4 @@ class Tuning:
 
 
 def select(tokens: int) -> Tuning:
-    if tokens < 512:
-        return Tuning(4, 1)
-    return Tuning(16, 8) if tokens <= 4096 else Tuning(16, 4)
+    return Tuning(2, 1) if tokens < 512 else Tuning(16, 4)

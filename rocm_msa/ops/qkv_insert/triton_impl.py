@@ -21,8 +21,50 @@ from rocm_msa.ops.triton_host import Geometry, scale
 
 
 @triton.jit
+def _dims(COLUMNS: tl.constexpr, HALF: tl.constexpr):
+    """head_dim index of each column of the first of the two parts, see insert_kernel."""
+    c = tl.arange(0, COLUMNS)
+    return c // HALF * (2 * HALF) + c % HALF
+
+
+@triton.jit
+def _store_values(
+    x,  # fp32 [TOKENS, COLUMNS], already rounded to the activation dtype
+    base,  # uint8 pointers [TOKENS] to the head's run in each token's page
+    token,  # int64 [TOKENS] in the page
+    live,  # bool [TOKENS]
+    g,
+    first: tl.constexpr,  # head_dim index of column 0
+    DATA: tl.constexpr,
+    SCALES: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Encode and store columns that lie in runs of HALF in each 2 HALF of head_dim."""
+    TOKENS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    keep = live[:, None]
+    if KIND == 0:
+        data, scales = nvfp4_bytes(x, g, TOKENS, COLUMNS)
+        at = base + token * (D // 2) + (DATA + first // 2)
+        i = _dims(COLUMNS // 2, HALF // 2)
+        tl.store(at[:, None] + i[None, :], data, mask=keep)
+        at = base + token * (D // 16) + (SCALES + first // 16)
+        i = _dims(COLUMNS // 16, HALF // 16)
+        tl.store(at[:, None] + i[None, :], scales, mask=keep)
+    elif KIND == 1:
+        at = base + token * D + (DATA + first)
+        tl.store(at[:, None] + _dims(COLUMNS, HALF)[None, :], fp8_bytes(x, g), mask=keep)
+    else:
+        at = (base + token * (2 * D) + (DATA + 2 * first)).to(tl.pointer_type(tl.bfloat16))
+        tl.store(at[:, None] + _dims(COLUMNS, HALF)[None, :], bf16_values(x), mask=keep)
+
+
+@triton.jit
 def _insert(
-    x,  # fp32 [TOKENS, D], already rounded to the activation dtype
+    a,  # fp32 [TOKENS, D / 2] each, already rounded to the activation dtype
+    b,
     slots,  # int64 [TOKENS]
     live,  # bool [TOKENS]
     pages,
@@ -32,6 +74,7 @@ def _insert(
     DATA: tl.constexpr,
     SCALES: tl.constexpr,
     D: tl.constexpr,
+    HALF: tl.constexpr,
     KIND: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -39,33 +82,14 @@ def _insert(
     slots = tl.where(live, slots, 0)
     base = pages + slots // 128 * block_stride
     token = slots % 128
-    if KIND == 0:
-        data, scales = nvfp4_bytes(x, g, TOKENS, D)
-        i, group = tl.arange(0, D // 2), tl.arange(0, D // 16)
-        at = base + token * (D // 2) + DATA
-        tl.store(at[:, None] + i[None, :], data, mask=live[:, None])
-        at = base + token * (D // 16) + SCALES
-        tl.store(at[:, None] + group[None, :], scales, mask=live[:, None])
-    elif KIND == 1:
-        at = base + token * D + DATA
-        tl.store(at[:, None] + tl.arange(0, D)[None, :], fp8_bytes(x, g), mask=live[:, None])
-    else:
-        at = (base + token * (2 * D) + DATA).to(tl.pointer_type(tl.bfloat16))
-        tl.store(at[:, None] + tl.arange(0, D)[None, :], bf16_values(x), mask=live[:, None])
-
-
-@triton.jit
-def _rope(x, cos, sin, D: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr):
-    """The first 2 HALF of `x [TOKENS, D]` turned: pairs (i, i + HALF), as parts [part, 2, HALF]."""
-    PARTS: tl.constexpr = D // (2 * HALF)
-    parts = tl.permute(tl.reshape(x, (TOKENS, PARTS, 2, HALF)), (0, 1, 3, 2))
-    a, b = tl.split(parts)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    first = (tl.arange(0, PARTS) == 0)[None, :, None]
-    turned_a = tl.where(first, a * cos - b * sin, a)
-    turned_b = tl.where(first, b * cos + a * sin, b)
-    parts = tl.permute(tl.join(turned_a, turned_b), (0, 1, 3, 2))
-    return tl.reshape(parts, (TOKENS, D))
+    if HALF % 16 == 0:
+        _store_values(a, base, token, live, g, 0, DATA, SCALES, D, HALF, KIND)
+        _store_values(b, base, token, live, g, HALF, DATA, SCALES, D, HALF, KIND)
+    else:  # a scale's 16 values lie in both parts
+        x = tl.join(tl.reshape(a, (TOKENS, D // (2 * HALF), HALF)),
+                    tl.reshape(b, (TOKENS, D // (2 * HALF), HALF)))  # fmt: skip
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (TOKENS, D))
+        _store_values(x, base, token, live, g, 0, DATA, SCALES, D, D, KIND)
 
 
 @triton.jit(do_not_specialize=["tokens", "main_pages_count", "index_pages_count", "max_position"])
@@ -115,10 +139,13 @@ def insert_kernel(
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = t < tokens
     t = t.to(tl.int64)
-    d = tl.arange(0, D)
     HALF: tl.constexpr = ROTARY // 2
-    at = qkv + t[:, None] * qkv_row + (head * D).to(tl.int64) * qkv_column
-    x = tl.load(at + d[None, :] * qkv_column, mask=live[:, None], other=0.0).to(tl.float32)
+    # head_dim in two parts: a = [0, HALF) of each 2 HALF, b = the rest, partners in the rotation.
+    d = _dims(D // 2, HALF)
+    at = qkv + t[:, None] * qkv_row + (head * D + d).to(tl.int64)[None, :] * qkv_column
+    keep = live[:, None]
+    a = tl.load(at, mask=keep, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF * qkv_column, mask=keep, other=0.0).to(tl.float32)
     is_v = (head >= Q + KV) & (head < Q + 2 * KV)
     if not is_v:
         weights = weights_q
@@ -129,42 +156,50 @@ def insert_kernel(
                 weights = weights_index_q
             if head >= Q + 2 * KV + INDEX:
                 weights = weights_index_k
-        w = 1.0 + tl.load(weights + d).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * w[None, :]
+        wa = 1.0 + tl.load(weights + d).to(tl.float32)
+        wb = 1.0 + tl.load(weights + d + HALF).to(tl.float32)
+        norm = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        a = a * norm * wa[None, :]
+        b = b * norm * wb[None, :]
         position = tl.load(positions + t, mask=live, other=0).to(tl.int64)
         position = tl.minimum(tl.maximum(position, 0), max_position - 1)
-        angle = tl.arange(0, HALF)
-        angles = cos_sin + position[:, None] * cos_sin_row + angle[None, :] * cos_sin_column
-        cos = tl.load(angles, mask=live[:, None], other=1.0).to(tl.float32)
-        sin = tl.load(angles + HALF * cos_sin_column, mask=live[:, None], other=0.0)
-        x = _rope(x, cos, sin.to(tl.float32), D, HALF, TOKENS)
-    rounded = x.to(qkv.dtype.element_ty)
-    x = rounded.to(tl.float32)
+        turned = (tl.arange(0, D // 2) < HALF)[None, :]
+        angles = cos_sin + position[:, None] * cos_sin_row + d[None, :] * cos_sin_column
+        cos = tl.load(angles, mask=keep & turned, other=1.0).to(tl.float32)
+        sin = tl.load(angles + HALF * cos_sin_column, mask=keep & turned, other=0.0)
+        sin = sin.to(tl.float32)
+        turned_a = a * cos - b * sin
+        turned_b = b * cos + a * sin
+        a, b = tl.where(turned, turned_a, a), tl.where(turned, turned_b, b)
+    rounded_a, rounded_b = a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty)
+    a, b = rounded_a.to(tl.float32), rounded_b.to(tl.float32)
     if head < Q:
         to = q_out + (t[:, None] * Q + head) * D + d[None, :]
-        tl.store(to, rounded, mask=live[:, None])
+        tl.store(to, rounded_a, mask=keep)
+        tl.store(to + HALF, rounded_b, mask=keep)
     elif head < Q + 2 * KV:
         slots = tl.load(main_slots + t, mask=live, other=-1).to(tl.int64)
         if is_v:
             base = main_pages + (head - Q - KV) * MAIN_HEAD
             _insert(
-                x, slots, live, base, main_stride, main_pages_count, v_scale,
-                V_DATA, V_SCALES, D, MAIN, TOKENS,
+                a, b, slots, live, base, main_stride, main_pages_count, v_scale,
+                V_DATA, V_SCALES, D, HALF, MAIN, TOKENS,
             )  # fmt: skip
         else:
             base = main_pages + (head - Q) * MAIN_HEAD
             _insert(
-                x, slots, live, base, main_stride, main_pages_count, k_scale,
-                0, K_SCALES, D, MAIN, TOKENS,
+                a, b, slots, live, base, main_stride, main_pages_count, k_scale,
+                0, K_SCALES, D, HALF, MAIN, TOKENS,
             )  # fmt: skip
     elif head < Q + 2 * KV + INDEX:
         to = index_q_out + (t[:, None] * INDEX + (head - Q - 2 * KV)) * D + d[None, :]
-        tl.store(to, rounded, mask=live[:, None])
+        tl.store(to, rounded_a, mask=keep)
+        tl.store(to + HALF, rounded_b, mask=keep)
     else:
         slots = tl.load(index_slots + t, mask=live, other=-1).to(tl.int64)
         _insert(
-            x, slots, live, index_pages, index_stride, index_pages_count,
-            index_scale, 0, INDEX_SCALES, D, INDEX_KIND, TOKENS,
+            a, b, slots, live, index_pages, index_stride, index_pages_count,
+            index_scale, 0, INDEX_SCALES, D, HALF, INDEX_KIND, TOKENS,
         )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ order of id.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from rocm_msa.cache.paged import MainCache
@@ -44,6 +46,7 @@ def sparse_decode(
     *,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    shared_pages: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of `rows = requests * rows_per_request` decode rows.
@@ -58,6 +61,8 @@ def sparse_decode(
         sm_scale: softmax scale, head_dim ** -0.5 for M3.
         out: `[rows, q_heads, head_dim]` to write into.
         return_lse: also return lse fp32 `[rows, q_heads]`, natural log.
+        shared_pages: a hint that requests have pages in common (a shared prefix): the Triton
+            kernels may then work on such a page once for several rows. Changes no bit.
 
     Returns:
         `[rows, q_heads, head_dim]` in q's dtype (or lse with it).
@@ -68,7 +73,11 @@ def sparse_decode(
     check_decode_rows("q", q, requests, rows_per_request)
     if out is not None:
         check_output(out, list(q.shape), q.dtype, q.device)
-    run = choose("sparse_decode", backend, _IMPLEMENTATIONS, q.device)
+    implementations = _IMPLEMENTATIONS
+    if shared_pages:
+        triton = functools.partial(implementations["triton"], shared_pages=True)
+        implementations = {**implementations, "triton": triton}
+    run = choose("sparse_decode", backend, implementations, q.device)
     result, lse = run(
         q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=out
     )

@@ -113,3 +113,47 @@ def test_conversions():
     both = [words.view(kind).view(64, 2).float().sum(1) for kind in (torch.bfloat16, torch.float16)]
     want = torch.stack(both, 1).to(torch.bfloat16).view(torch.int32).flatten()
     assert torch.equal(out[:, 7], want)
+
+
+def test_scalars_of_a_wave():
+    def body(x, out):
+        lane = wave.lane_id()
+        v = x.load(fx.Uint32, offset=lane * 4)
+        any_large = wave.wave_any(v > fx.Uint32(4_000_000_000))
+        any_small = wave.wave_any(v < fx.Uint32(1000))
+        found = [
+            wave.high_product(v, v),
+            wave.lane_value(v, 17),
+            any_large.select(fx.Uint32(1), fx.Uint32(0)),
+            any_small.select(fx.Uint32(1), fx.Uint32(0)),
+        ]
+        for i, value in enumerate(found):
+            out.store(value, offset=lane * 4 + 256 * i)
+
+    x = torch.randint(1000, 2**32, (64,), generator=torch.Generator().manual_seed(6))
+    x[40] = 2**32 - 1
+    words = (x - (x >= 2**31) * 2**32).to(torch.int32)
+    out = torch.zeros(4, 64, dtype=torch.int32)
+    run(body, [words, out])
+    got = out.to(torch.int64) & 0xFFFFFFFF
+    assert got[0].tolist() == [v * v >> 32 for v in x.tolist()]
+    assert (got[1] == x[17]).all()
+    assert (got[2] == 1).all() and (got[3] == 0).all()
+
+
+def test_two_terms():
+    def body(x, out):
+        lane = wave.lane_id()
+        groups = [[x.load(fx.Float32, offset=lane * 16 + 4 * i) for i in range(4)]]
+        for i, words in enumerate(convert.fp8_two_terms(groups)):
+            out.store(words[0], offset=lane * 8 + 4 * i)
+
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(8)) * 100
+    out = torch.zeros(64, 2, dtype=torch.int32)
+    run(body, [x, out])
+    high = x.to(torch.float8_e4m3fn)
+    low = (x - high.float()).to(torch.float8_e4m3fn)
+    assert torch.equal(out[:, 0], high.view(torch.int32).flatten())
+    assert torch.equal(out[:, 1], low.view(torch.int32).flatten())
+    error = (x - high.float() - low.float()).abs()
+    assert (error <= 2.0**-8 * x.abs() + 2.0**-10).all()

@@ -181,6 +181,44 @@ def test_duplicate_commits_and_two_readers():
     assert leases.unknown_messages == 2
 
 
+def test_a_commit_comes_again_when_its_answer_is_lost():
+    """Same answer for the same read, also after the release; not for another read."""
+    leases = LeaseTable(30.0)
+    leases.hold("a")
+    assert leases.commit("a", "d", 0, 1, "first")
+    assert leases.take_released().done == {"a"}
+    assert leases.commit("a", "d", 0, 1, "first")
+    assert not leases.commit("a", "d", 0, 1, "second")
+    assert not leases.commit("a", "e", 0, 1, "first")
+    now = [0.0]
+    leases = LeaseTable(10.0, lambda: now[0])
+    for i in range(50):
+        now[0] = float(i)
+        leases.hold(f"{i}")
+        assert leases.commit(f"{i}", "d", 0, 1, "x")
+        leases.take_released()
+    assert len(leases._held_commits) <= 12
+
+    with sides({}, {"control_timeout_seconds": 0.4}) as (source, target):
+        answer, slow = source.server._answer, [True]
+
+        def lose_the_first(message):
+            out = answer(message)
+            if message["op"] == "commit" and slow:
+                slow.clear()
+                source.leases.take_released()
+                time.sleep(0.6)
+            return out
+
+        source.server._answer = lose_the_first
+        source.leases.hold("a")
+        target.load(source, "a", HERE, THERE)
+        assert only(target.run()) == ({"a"}, set())
+        assert arrived(source, target)
+        assert counts(target)["retries"] == 1
+        assert len(counts(target)["seconds"]) == 1  # read once
+
+
 def test_bad_block_ids_fail_the_load_alone():
     with sides() as (source, target):
         source.leases.hold("a")

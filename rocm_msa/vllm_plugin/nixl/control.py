@@ -103,7 +103,7 @@ class ControlServer:
                 return self._refuse("; ".join(reasons))
             return {"fingerprint": self.fingerprint, "ranks": self.ranks}
         if op == "commit":
-            fields = (message[k] for k in ("request", "reader", "rank", "ranks"))
+            fields = (message[k] for k in ("request", "reader", "rank", "ranks", "read"))
             return {"held": self.leases.commit(*fields)}
         if op == "renew":
             return {"held": self.leases.renew(message["requests"])}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class LeaseTable:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self.seconds, self._clock = seconds, clock
         self._leases: dict[str, Lease] = {}
+        # (request, reader, rank, read) -> until when; a commit whose answer was lost comes again.
+        self._held_commits: OrderedDict[tuple[str, str, int, str], float] = OrderedDict()
         self._lock = threading.Lock()
         self.unknown_messages = 0
 
@@ -61,13 +64,20 @@ class LeaseTable:
                     lease.deadline = self._clock() + self.seconds
             return held
 
-    def commit(self, request_id: str, reader: str, rank: int, ranks: int) -> bool:
+    def commit(self, request_id: str, reader: str, rank: int, ranks: int, read: str = "") -> bool:
         """A rank of decode engine `reader` has read all it needs, or needs nothing any more.
 
+        Args:
+            read: names one read of the blocks. Its commit may come again when the answer was lost,
+                and gets the same answer; another read of released blocks does not.
+
         Returns:
-            Whether the blocks have been held all along. The same rank may say so twice.
+            Whether the blocks had been held all along when this read was first committed.
         """
         with self._lock:
+            key = (request_id, reader, rank, read)
+            if key in self._held_commits:
+                return True
             lease = self._live(request_id)
             if lease is None:
                 self.unknown_messages += 1
@@ -75,7 +85,15 @@ class LeaseTable:
             seen = lease.committed.setdefault(reader, set())
             seen.add(rank)
             lease.done = len(seen) >= ranks
+            if read:
+                self._remember(key)
             return True
+
+    def _remember(self, key: tuple[str, str, int, str]) -> None:
+        now = self._clock()
+        while self._held_commits and next(iter(self._held_commits.values())) < now:
+            self._held_commits.popitem(last=False)
+        self._held_commits[key] = now + self.seconds
 
     def cancel(self, request_id: str) -> bool:
         """No rank will read it: release at once. Returns whether it was held."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from rocm_msa.vllm_plugin.nixl import agent as nixl
 from rocm_msa.vllm_plugin.nixl import arrival
 from rocm_msa.vllm_plugin.nixl.agent import Read, RowAgent
 from rocm_msa.vllm_plugin.nixl.arrival import TableRead
-from rocm_msa.vllm_plugin.nixl.control import ControlClient
+from rocm_msa.vllm_plugin.nixl.control import ControlClient, Refused
 from rocm_msa.vllm_plugin.nixl.memory import Rows
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 from rocm_msa.vllm_plugin.nixl.peers import Peer, PeerKey, Peers
@@ -28,8 +29,9 @@ from rocm_msa.vllm_plugin.nixl.stats import TransferCounts
 
 logger = logging.getLogger("vllm.rocm_msa.nixl")
 
-RETRIED = ("handshake", "read", "check", "commit")
-"""Faults that may pass; a stale load or one that ran out of time is not tried again."""
+RETRIED = ("handshake", "read", "check")
+"""Faults after which a load starts again. Once a commit was sent nothing is read again: the blocks
+may have been given away; the commit itself is sent again when its answer is lost."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Remote:
 
 @dataclass
 class Load:
-    """One request's blocks to read, pairwise. identities: of each block, in debug mode."""
+    """One request's blocks to read, pairwise.
+
+    identities: of each block, in debug mode. read: names the current attempt at reading.
+    """
 
     request: str
     remote: Remote
@@ -59,9 +64,11 @@ class Load:
     stage: str = "connect"
     started: float = 0.0
     posted: float = 0.0
+    read: str = ""
     reads: list[Read] = field(default_factory=list)
     tables: list[TableRead] = field(default_factory=list)
     commit: Future | None = None
+    commits: int = 0
     gave_up: bool = False
 
 
@@ -98,9 +105,9 @@ class RowReader:
 
     def forget(self, remote: Remote) -> None:
         """This rank needs nothing (more) of a request; nobody waits for the answer."""
-        self._ask_to_commit(remote, courtesy=True)
+        self._commit(remote, "", courtesy=True)
 
-    def _ask_to_commit(self, remote: Remote, *, courtesy: bool = False) -> Future:
+    def _commit(self, remote: Remote, read: str, *, courtesy: bool = False) -> Future:
         return self.client.ask(
             remote.host,
             remote.port,
@@ -111,6 +118,7 @@ class RowReader:
             reader=self.engine,
             rank=self.peers.rank,
             ranks=self.peers.fingerprint["tp"],
+            read=read,
         )
 
     def step(self) -> tuple[set[str], set[str]]:
@@ -162,7 +170,7 @@ class RowReader:
             self._post(load, peer)
 
     def _post(self, load: Load, peer: Peer) -> None:
-        load.posted = time.monotonic()
+        load.posted, load.read = time.monotonic(), uuid.uuid4().hex
         here = self.rows.memory
         for rank, pieces in peer.plan.pieces.items():
             there = peer.memory[rank]
@@ -226,7 +234,7 @@ class RowReader:
         arrival.convert(
             self.rows, load.local_blocks, peer.fingerprint["packing"], self.options.packing
         )
-        load.commit, load.stage = self._ask_to_commit(load.remote), "commit"
+        load.commit, load.stage = self._commit(load.remote, load.read), "commit"
 
     def _on_commit(self, load: Load) -> None:
         if not load.commit.done():
@@ -234,7 +242,12 @@ class RowReader:
         try:
             held = load.commit.result()["held"]
         except Exception as error:
-            self._fault(load, "commit", str(error))
+            if isinstance(error, Refused) or load.commits >= self.options.retries:
+                self._fault(load, "commit", str(error))
+            else:
+                self.counts.add("retries")
+                load.commits += 1
+                load.commit = self._commit(load.remote, load.read)
             return
         if held:
             load.stage = "finished"

@@ -196,7 +196,10 @@ def bf16_values(x):
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["requests", "tokens"])
+@triton.jit(
+    do_not_specialize=["requests", "tokens"],
+    do_not_specialize_on_alignment=["cu_seqlens", "seq_lens"],
+)
 def rows_kernel(
     cu_seqlens,  # int32 [requests + 1]
     seq_lens,  # int32 [requests]

@@ -19,6 +19,8 @@ from rocm_msa.cache.paged import IndexCache, MainCache
 
 logger = logging.getLogger(__name__)
 
+_MOST_ROWS = 512  # of block_topk: from here on nothing changes
+
 
 @dataclass(frozen=True)
 class Config:
@@ -61,6 +63,7 @@ def warmup(config: Config, main_cache: MainCache, index_cache: IndexCache | None
     for tokens in config.prefill:
         lens = torch.zeros(1, dtype=torch.int32, device=device)
         _attention(config, main_cache, index_cache, tokens, lens, None)
+    _select(config, device)
     for tokens in sorted({r * n for r, n in config.decode} | set(config.prefill)):
         _insert(config, main_cache, index_cache, tokens)
     new = compiled() - before
@@ -95,6 +98,19 @@ def _attention(config, main_cache, index_cache, rows, lens, rows_per_request) ->
                 q, main_cache, ids, table, lens, rows_per_request, scale, shared_pages=hint,
                 backend="triton",
             )  # fmt: skip
+
+
+def _select(config, device) -> None:
+    """block_topk: its chunks and splits depend on the width of the table and on the rows."""
+    if not config.heads.index:
+        return
+    scores = torch.zeros(1, _MOST_ROWS, config.max_blocks, device=device)
+    nb = torch.zeros(_MOST_ROWS, dtype=torch.int32, device=device)
+    kept = (config.topk, config.init_blocks, config.local_blocks)
+    widths = {1 << i for i in range(config.max_blocks.bit_length())} | {config.max_blocks}
+    for width in widths:
+        for rows in (1 << i for i in range(_MOST_ROWS.bit_length())):
+            ops.block_topk(scores[:, :rows, :width], nb[:rows], *kept, backend="triton")
 
 
 def _insert(config, main_cache, index_cache, tokens) -> None:

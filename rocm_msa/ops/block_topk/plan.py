@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FULL = 264  # programs that fill a large GPU twice
+_CHUNKS = (64, 256, 1024)  # few, since each is a kernel of its own
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Tuning:
 def select(rows: int, max_blocks: int, topk: int) -> Tuning:
     """`rows`: (row, head) pairs of the launch."""
     kept = max(2, power_of_two(topk))
-    chunk = max(kept, min(1024, power_of_two(max_blocks)))
+    fitting = next((c for c in _CHUNKS if c >= max_blocks), _CHUNKS[-1])
+    chunk = max(kept, fitting)
     chunks = -(-max_blocks // chunk)
     splits = 1
     while splits < chunks and rows * splits * 2 <= _FULL:

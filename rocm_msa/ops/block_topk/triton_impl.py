@@ -41,7 +41,11 @@ def _store(best, out, slot_stride, topk, K: tl.constexpr):
     tl.store(out + slot * slot_stride, tl.where(best > _BEYOND // 2, ids, -1), mask=slot < topk)
 
 
-@triton.jit(do_not_specialize=["init_blocks", "local_blocks", "topk", "max_blocks"])
+_PLAIN = ["init_blocks", "local_blocks", "topk", "max_blocks"]
+_PLAIN += ["score_head", "score_row", "out_head", "out_row"]
+
+
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=["num_blocks"])
 def select_kernel(
     scores,  # fp32 [heads, rows, max_blocks]
     score_head,
@@ -79,7 +83,7 @@ def select_kernel(
         tl.store(part + at + tl.arange(0, K), best)
 
 
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit(do_not_specialize=["topk", "out_head", "out_row"])
 def merge_kernel(
     part,  # int64 [heads, rows, splits, K]
     out,  # int32 [heads, rows, topk]

@@ -34,7 +34,8 @@ from rocm_msa.ops.triton_prefill_merge import merge
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first_place", "last_place", "requests", "num_pages", "units"]
+    do_not_specialize=["rows", "first_place", "last_place", "requests", "num_pages", "units"],
+    do_not_specialize_on_alignment=["table", "cu_seqlens", "seq_lens"],
 )
 def attend_kernel(
     q_ptr,  # [rows, q_heads, D]

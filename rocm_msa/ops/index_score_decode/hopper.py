@@ -75,7 +75,10 @@ def _blocks(
             base = next_base
 
 
-@gluon.jit(do_not_specialize=["num_pages", "max_blocks", "rows_per_request"])
+_PLAIN = ["num_pages", "max_blocks", "rows_per_request", "out_head", "out_row", "length"]
+
+
+@gluon.jit(do_not_specialize=_PLAIN)
 def score_kernel(
     q_ptr,  # [rows, heads, 128]
     q_row,
@@ -94,15 +97,15 @@ def score_kernel(
     out_head,
     out_row,
     out_block,
+    length,  # blocks a program, <= 32
     HEADS: gl.constexpr,
     K_SCALES: gl.constexpr,
-    RUN: gl.constexpr,  # <= 32
     TILE: gl.constexpr,  # 16 or 32 tokens
 ):
     request = gl.program_id(0)
-    first_block = gl.program_id(1) * RUN
+    first_block = gl.program_id(1) * length
     shift = gl.program_id(2) * 16
-    last = gl.minimum(first_block + RUN, max_blocks)
+    last = gl.minimum(first_block + length, max_blocks)
     start = request.to(gl.int64) * rows_per_request
     pair = shift + gl.arange(0, 16, Q_ROWS)
     own = shift + gl.arange(0, 16, ROWS)
@@ -121,7 +124,7 @@ def score_kernel(
     run = gl.arange(0, 32, _RUN)
     block = first_block + run
     at = table + request.to(gl.int64) * table_row + block.to(gl.int64) * table_column
-    page = gl.load(at, (block < end) & (run < RUN), other=-1)
+    page = gl.load(at, (block < end) & (run < length), other=-1)
     page = gl.where((page >= 0) & (page < num_pages), page, -1)
     full = gl.minimum(gl.maximum(shortest // 128, first_block), end)
     _blocks(

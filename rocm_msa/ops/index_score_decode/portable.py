@@ -10,8 +10,10 @@ import triton.language as tl
 
 from rocm_msa.ops.triton_common import half_dims, page_halves
 
+_PLAIN = ["num_pages", "max_blocks", "rows_per_request", "out_head", "out_row", "run"]
 
-@triton.jit(do_not_specialize=["num_pages", "max_blocks", "rows_per_request"])
+
+@triton.jit(do_not_specialize=_PLAIN)
 def score_kernel(
     q_ptr,  # [rows, heads, D]
     q_row,
@@ -31,13 +33,13 @@ def score_kernel(
     out_head,
     out_row,
     out_block,
+    run,  # blocks a program
     HEADS: tl.constexpr,
     K_SCALES: tl.constexpr,
     D: tl.constexpr,
     KIND: tl.constexpr,
     QK: tl.constexpr,
     PAIRS: tl.constexpr,
-    RUN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     wide = tl.full((), 0, tl.int64)
@@ -54,8 +56,8 @@ def score_kernel(
     qa = tl.load(q_ptr + q_at[:, None] + da[None, :] * q_dim, mask=own[:, None], other=0.0).to(QK)
     qb = tl.load(q_ptr + q_at[:, None] + db[None, :] * q_dim, mask=own[:, None], other=0.0).to(QK)
     to = out + head * out_head + row * out_row
-    first_block = tl.program_id(1) * RUN
-    last_block = tl.minimum(first_block + RUN, max_blocks)
+    first_block = tl.program_id(1) * run
+    last_block = tl.minimum(first_block + run, max_blocks)
     causal_end = tl.minimum(last_block, (seq_len + 127) // 128)
     entries = table + request.to(tl.int64) * table_row
     for block in range(first_block, causal_end):

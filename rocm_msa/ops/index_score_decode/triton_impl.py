@@ -60,17 +60,17 @@ def run(
         grid = (requests, triton.cdiv(max_blocks, t.run), triton.cdiv(pairs, 16))
         fast_kernel.score_kernel[grid](
             index_q, index_q.stride(0), index_q.stride(1), *pages, *table, *target,
-            HEADS=heads, K_SCALES=g.k_scales, RUN=t.run, TILE=t.tile, num_warps=1,
+            t.run, HEADS=heads, K_SCALES=g.k_scales, TILE=t.tile, num_warps=1,
         )  # fmt: skip
         return out
     t = tuning or select(requests, pairs, max_blocks)
     grid = (requests, triton.cdiv(max_blocks, t.run), triton.cdiv(pairs, t.pairs))
     qk, _ = operand_types(index_q, cache)
     score_kernel[grid](
-        index_q, *index_q.stride(), *pages, *table, *target,
+        index_q, *index_q.stride(), *pages, *table, *target, t.run,
         HEADS=heads, K_SCALES=g.k_scales, D=dim,
         KIND=g.kind + 2 if g.kind and converts_e4m3(index_q) else g.kind, QK=qk,
-        PAIRS=t.pairs, RUN=t.run, TILE=t.tile, num_warps=t.warps,
+        PAIRS=t.pairs, TILE=t.tile, num_warps=t.warps,
     )  # fmt: skip
     return out
 

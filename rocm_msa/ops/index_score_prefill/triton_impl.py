@@ -28,7 +28,7 @@ from rocm_msa.ops.triton_prefill import (
     target_of,
 )
 
-_PLAIN = ["num_pages", "max_blocks", "requests", "rows", "out_head", "run"]
+_PLAIN = ["num_pages", "max_blocks", "requests", "rows", "out_head", "out_row", "run"]
 _ANY = ["table", "cu_seqlens", "seq_lens"]
 
 

@@ -281,6 +281,7 @@ FIELDS = {
     },
     "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ["P2P"]},
     "vllm/v1/outputs.py": {"KVConnectorOutput": ["finished_recving"]},
+    "vllm/v1/core/sched/output.py": {"SchedulerOutput": ["total_num_scheduled_tokens"]},
     "vllm/v1/request.py": {
         "Request": [
             *("request_id", "kv_transfer_params", "prompt_token_ids", "status"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,8 +166,13 @@ class RowScheduler:
             "transfer_mode": "pull",
         }
 
-    def take_orders(self) -> StepOrders:
-        """What the ranks are told in this step."""
+    def take_orders(self, scheduled_tokens: int) -> StepOrders:
+        """What the ranks are told in this step.
+
+        While blocks are held or read, vLLM steps without pause, and each step sends statistics to
+        its HTTP server: on a busy host faster than that takes them, so that answers come late. A
+        step without tokens and orders therefore rests.
+        """
         orders, self._orders = self._orders, StepOrders()
         ended = self.leases.take_released()
         for request_id in ended.expired:
@@ -180,6 +186,9 @@ class RowScheduler:
             blocks = self._held_blocks.pop(request_id)
             if self.options.debug_checks:
                 orders.withdrawn.append(blocks)
+        if not scheduled_tokens and orders == StepOrders():
+            waiting = len(self._renewals) > 0
+            time.sleep(self.options.idle_step_seconds / (4 if waiting else 1))
         return orders
 
 

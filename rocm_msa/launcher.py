@@ -88,6 +88,11 @@ class Launcher:
         function = self.hip.get_function(module, entry.symbol, subject)
         return _Kernel(entry, function, _packer(entry))
 
+    @property
+    def kernels(self) -> list[Entry]:
+        """What the manifest says of each loaded kernel."""
+        return [kernel.entry for kernel in self._kernels.values()]
+
     def missing(self, builds: Sequence[Any]) -> list[str]:
         """Symbols of those builds that are not here."""
         return [build.symbol for build in builds if build.symbol not in self._kernels]

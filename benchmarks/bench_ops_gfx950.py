@@ -1,6 +1,6 @@
-"""What the Triton ops cost on gfx950: COUNTED in the emulator, times MODELLED, nothing measured.
+"""What the ops cost on gfx950: COUNTED in the emulator, times MODELLED, nothing measured.
 
-    python benchmarks/bench_triton_gfx950.py [--ops sparse_decode,...] [--json FILE]
+    python benchmarks/bench_ops_gfx950.py [--backend flydsl] [--ops sparse_decode,...] [--json FILE]
 
 One GPU of four (TP4): 16 query heads, 1 KV head, 1 index head of 128, caches as in service (larger
 than 2 GiB). A row is a kernel's launches of one call: wave-instructions, of these VALU and MFMA;
@@ -24,21 +24,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gfx950_emu import Checks, Schedule
-from rocm_msa import ops
+from gfx950_emu.report import LaunchReport
+from rocm_msa import launcher, ops
+from rocm_msa.aot import ServingConfig, builds
 from rocm_msa.cache import IndexCache, MainCache
 from rocm_msa.code_object import kernel_metadata
-from tests.ops.emulated_triton import CACHES, Launch, emulated
+from tests.launcher.emulated import emulated as emulated_flydsl
+from tests.ops.emulated_triton import CACHES, emulated
 
 DIM, BLOCK, TOPK = 128, 128, 16
 HEADS = ops.Heads(q=16, kv=1, index=1, head_dim=DIM, rotary_dim=64)
 KINDS = ("nvfp4", "fp8", "bf16")
 FAST = Schedule("round_robin", 0, (100_000, 100_000))
 
-Case = tuple[str, int, Callable[[], object]]  # shape, least bytes, call
+Case = tuple[str, int, Callable[..., object]]  # shape, least bytes, call
 
 
-def later(op: Callable, *args: object) -> Callable[[], object]:
-    return functools.partial(op, *args, backend="triton")
+def later(op: Callable, *args: object) -> Callable[..., object]:
+    return functools.partial(op, *args)
 
 
 def caches(blocks: int, dtype: str) -> tuple[MainCache, IndexCache]:
@@ -173,15 +176,13 @@ OPS = (
 )
 
 
-def rows_of(op: str, dtype: str, case: Case) -> list[dict]:
+def rows_of(backend: str, op: str, dtype: str, case: Case) -> list[dict]:
     """One row a kernel, and their sum when there are several."""
     shape, least, call = case
-    with emulated(checks=Checks.NONE, schedule=FAST, large=frozenset(CACHES)) as launches:
-        call()
-    by_kernel: dict[str, list[Launch]] = {}
-    for launch in launches:
-        by_kernel.setdefault(launch.compiled.digest, []).append(launch)
-    rows = [kernel_row(group) for group in by_kernel.values()]
+    by_kernel: dict[str, list[tuple[dict, LaunchReport]]] = {}
+    for name, facts, report in RUNS[backend](dtype, call):
+        by_kernel.setdefault(name, []).append((facts, report))
+    rows = [kernel_row(name, group) for name, group in by_kernel.items()]
     if len(rows) > 1:
         summed = ("instructions", "valu", "mfma", "bytes", "us")
         total = {key: sum(r[key] for r in rows) for key in summed}
@@ -190,14 +191,42 @@ def rows_of(op: str, dtype: str, case: Case) -> list[dict]:
     return [{"op": op, "dtype": dtype, "shape": shape, "least_bytes": least} | r for r in rows]
 
 
-def kernel_row(group: list[Launch]) -> dict:
-    runs = [r for launch in group for r in launch.report.launches]
-    compiled = group[0].compiled
-    facts = kernel_metadata(compiled.code_object, compiled.kernel)
+def run_triton(_: str, call: Callable) -> Iterator[tuple[str, dict, LaunchReport]]:
+    """(kernel, its resources, report) of each launch."""
+    with emulated(checks=Checks.NONE, schedule=FAST, large=frozenset(CACHES)) as launches:
+        call(backend="triton")
+    for launch in launches:
+        compiled = launch.compiled
+        facts = kernel_metadata(compiled.code_object, compiled.kernel)
+        used = {"vgprs": facts[".vgpr_count"], "lds": compiled.lds_bytes}
+        used["sgpr_spills"] = facts[".sgpr_spill_count"]
+        for report in launch.report.launches:
+            yield launch.kernel, used, report
+
+
+def run_flydsl(dtype: str, call: Callable) -> Iterator[tuple[str, dict, LaunchReport]]:
+    config = ServingConfig(HEADS.q, HEADS.kv, HEADS.index, DIM, HEADS.rotary_dim, dtype, dtype)
+    with emulated_flydsl(builds(config), checks=Checks.NONE, schedule=FAST) as reports:
+        call(backend="flydsl")
+        loaded = launcher.active(torch.device("cpu")).kernels
+    by_symbol = {entry.symbol: entry for entry in loaded}
+    for report in reports:
+        for launch in report.launches:
+            entry = by_symbol[launch.kernel]
+            used = {"vgprs": entry.registers["vgpr"], "lds": entry.static_lds + entry.dynamic_lds}
+            used["sgpr_spills"] = entry.registers["sgpr_spills"]
+            yield entry.name, used, launch
+
+
+RUNS = {"triton": run_triton, "flydsl": run_flydsl}
+
+
+def kernel_row(name: str, group: list[tuple[dict, LaunchReport]]) -> dict:
+    runs = [report for _, report in group]
     times = [r.model_time() for r in runs]
     longest = max(times, key=lambda t: t["bound"])
     return {
-        "kernel": group[0].kernel,
+        "kernel": name,
         "instructions": sum(r.executed for r in runs),
         "valu": sum(r.pipes.get("valu", 0) for r in runs),
         "mfma": sum(r.pipes.get("mfma", 0) for r in runs),
@@ -205,9 +234,7 @@ def kernel_row(group: list[Launch]) -> dict:
         "us": 1e6 * sum(t["bound"] for t in times),
         "bound": next(p for p, t in longest.items() if t == longest["bound"] and p != "bound"),
         "workgroups": sum(r.counters["workgroups"] for r in runs),
-        "lds": compiled.lds_bytes,
-        "vgprs": facts[".vgpr_count"],
-        "sgpr_spills": facts[".sgpr_spill_count"],
+        **group[0][0],
         "occupancy": runs[0].occupancy,
     }
 
@@ -240,6 +267,7 @@ def shown(value: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ops", default="", help="names, by comma; all by default")
+    parser.add_argument("--backend", choices=tuple(RUNS), default="triton")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     wanted = arguments.ops.split(",") if arguments.ops else [op.__name__ for op in OPS]
@@ -249,9 +277,11 @@ def main() -> None:
     print("|" + "---|" * len(COLUMNS))
     rows = []
     for op in OPS:
+        if arguments.backend == "flydsl" and op is dense_attention:
+            continue  # it has no FlyDSL kernels
         for dtype in KINDS if op.__name__ in wanted else ():
             for case in op(dtype):
-                for row in rows_of(op.__name__, dtype, case):
+                for row in rows_of(arguments.backend, op.__name__, dtype, case):
                     rows.append(row)
                     print("| " + " | ".join(shown(row.get(c, "")) for c in COLUMNS) + " |")
     if arguments.json:

@@ -9,7 +9,7 @@ import torch
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import expect
-from rocm_msa.formats.nvfp4_lut import RECOMMENDED_FOLD_EXPONENT, build
+from rocm_msa.ops.flydsl_host import lut_table, table_fold
 
 HEAD_DIM = 128
 HEADS = 16  # query heads of a KV head, as columns of a matrix product
@@ -19,7 +19,6 @@ LOG2E = 1.4426950408889634
 
 _ALIGN = 16  # bytes
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_tables: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def check_build(build: Any, kernels: tuple[str, ...]) -> None:
@@ -74,20 +73,15 @@ def scales_and_table(
 ) -> tuple[float, float, torch.Tensor | None]:
     """(factor of K, factor of V, NVFP4 table on `device` or None) of a cache's values.
 
-    fold: exponent of the table. By default 0 with global scales of 1, whose block scales are small,
-    and the one that never saturates otherwise. A table is uploaded by its first use.
+    fold: exponent of the table; None for `table_fold` of both scales.
     """
     if cache.dtype is CacheDType.BF16:
         return 1.0, 1.0, None
     k, v = (float(cache.scales[side]) for side in ("k", "v"))
     if cache.dtype is CacheDType.FP8:
         return k, v, None
-    if fold is None:
-        fold = 0 if k == v == 1.0 else RECOMMENDED_FOLD_EXPONENT
-    key = (fold, device)
-    if key not in _tables:
-        _tables[key] = build(fold).to(device)
-    return k * 2.0**-fold, v * 2.0**-fold, _tables[key]
+    fold = table_fold(k, v) if fold is None else fold
+    return k * 2.0**-fold, v * 2.0**-fold, lut_table(fold, device)
 
 
 def _pages_aligned(cache: MainCache) -> bool:

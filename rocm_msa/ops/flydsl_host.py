@@ -7,7 +7,7 @@ import functools
 import torch
 
 from rocm_msa.cache.dtype import CacheDType
-from rocm_msa.cache.paged import IndexCache, PagedCache
+from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import expect
 from rocm_msa.formats import nvfp4_lut
 
@@ -21,19 +21,30 @@ _LONGEST_RUN = 64  # blocks
 _QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def table_fold(*scales: float) -> int:
+    """Fold exponent of the table for a cache with these global scales.
+
+    With scales of 1 the block scales are small and 0 rounds best; a calibrated scale lets them
+    reach 448, where only the folded table does not saturate.
+    """
+    return 0 if all(s == 1.0 for s in scales) else nvfp4_lut.RECOMMENDED_FOLD_EXPONENT
+
+
 @functools.cache
-def lut_table(device: torch.device) -> torch.Tensor:
-    """The table of RECOMMENDED_FOLD_EXPONENT on `device`, uploaded by the first call."""
-    return nvfp4_lut.build(nvfp4_lut.RECOMMENDED_FOLD_EXPONENT).to(device)
+def lut_table(fold: int, device: torch.device) -> torch.Tensor:
+    """The NVFP4 table on `device`, uploaded by the first call."""
+    return nvfp4_lut.build(fold).to(device)
 
 
-def key_factor(cache: PagedCache, side: str) -> float:
-    """What a product with a side's FP8 or bf16 values is multiplied by."""
+def keys_of(cache: IndexCache) -> tuple[float, torch.Tensor | None]:
+    """(what a product with the cache's FP8 or bf16 values is multiplied by, table for NVFP4)."""
     if cache.dtype is CacheDType.BF16:
-        return 1.0
-    scale = float(cache.scales[side])
-    folded = cache.dtype is CacheDType.NVFP4
-    return scale * 2.0**-nvfp4_lut.RECOMMENDED_FOLD_EXPONENT if folded else scale
+        return 1.0, None
+    scale = float(cache.scales["k"])
+    if cache.dtype is CacheDType.FP8:
+        return scale, None
+    fold = table_fold(scale)
+    return scale * 2.0**-fold, lut_table(fold, cache.pages.device)
 
 
 def byte_strides(x: torch.Tensor) -> list[int]:

@@ -7,11 +7,12 @@ import torch
 from rocm_msa.cache import IndexCache
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.formats import nvfp4_lut
+from rocm_msa.ops.flydsl_host import table_fold
 
 
 def table_rounded(cache: IndexCache) -> IndexCache:
     """An FP8 cache with the bytes that the kernel's table makes of an NVFP4 one."""
-    fold = nvfp4_lut.RECOMMENDED_FOLD_EXPONENT
+    fold = table_fold(cache.scales["k"])
     layout, tokens = cache.page.head_layout, (cache.num_blocks, BLOCK_TOKENS)
     data, scales = (
         cache.pages[:, layout[name].offset : layout[name].offset + layout[name].nbytes]

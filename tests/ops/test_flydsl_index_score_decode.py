@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from rocm_msa.cache import IndexCache
 from rocm_msa.ops import index_score_decode
 from rocm_msa.ops.index_score_decode import flydsl_gfx950 as module
 from rocm_msa.ops.index_score_decode.flydsl_gfx950 import Build
@@ -108,6 +109,20 @@ def test_queries_of_any_size(scale):
     q[0, 1] = 0
     q[0, 2, 5] = 100 * scale
     check(q, b, 1)
+
+
+def test_a_calibrated_scale_folds_the_table():
+    """Block scales up to 448: an unfolded table would saturate above 74."""
+    b = batch([300])
+    wide = b.index.region("k_scales").view(torch.uint8)
+    wide[wide < 0x7F] |= 0x40  # scales of 2 and more
+    b.index = IndexCache.from_tensor(b.index.pages, "nvfp4", head_dim=DIM, k_scale=2.0**-8)
+    q = queries(12, 1, 4, DIM)
+    got, _ = score(q, b, 1)
+    want = expected(q, b, 1)
+    assert (got - want)[want.isfinite()].abs().max() <= 1e-5 * want[want.isfinite()].abs().max()
+    exact = index_score_decode(q, b.index, b.table, b.seq_lens, 1, backend="reference")
+    assert (want - exact)[exact.isfinite()].norm() < 0.05 * exact[exact.isfinite()].norm()
 
 
 def test_a_row_does_not_depend_on_its_neighbours():

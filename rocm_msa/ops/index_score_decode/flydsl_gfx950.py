@@ -81,12 +81,13 @@ def run(
     if out.numel() == 0:
         return out
     length = host.run_length(requests, max_blocks, GFX950.compute_units)
+    factor, table = host.keys_of(index_cache)
     launcher.launch(
         build, (-(-max_blocks // length), requests),
         [index_q, *host.byte_strides(index_q)[:2], *host.score_cache(index_cache),
-         host.lut_table(index_q.device), block_table, *block_table.stride(),
+         table, block_table, *block_table.stride(),
          seq_lens, seq_lens.stride(0), rows_per_request, heads, max_blocks, length,
-         host.key_factor(index_cache, "k"), out, *out.stride()],
+         factor, out, *out.stride()],
         index_q.device,
     )  # fmt: skip
     return out

@@ -76,13 +76,14 @@ def run(
     group = PAIRS // heads
     groups = tokens // group + requests + 1
     length = host.run_length(groups, max_blocks, GFX950.compute_units)
+    factor, table = host.keys_of(index_cache)
     launcher.launch(
         build, (-(-max_blocks // length), groups),
         [index_q, *host.byte_strides(index_q)[:2], *host.score_cache(index_cache),
-         host.lut_table(index_q.device), block_table, *block_table.stride(),
+         table, block_table, *block_table.stride(),
          cu_seqlens_q, cu_seqlens_q.stride(0), seq_lens, seq_lens.stride(0),
          requests, tokens, group, heads, max_blocks, length,
-         host.key_factor(index_cache, "k"), out, *out.stride()],
+         factor, out, *out.stride()],
         index_q.device,
     )  # fmt: skip
     return out

@@ -22,7 +22,14 @@ void set_tag(Wave& w, int reg, int count, int cls, u64 seq) {
   for (int k = 0; k < count; k++) w.tag[reg + k] = (u64)cls << 62 | seq;
 }
 
-u64 next_vm(Wave& w) { return ++w.vm_issued; }
+// The counter has 6 bits: a wave stalls before its 64th access in flight, so that the oldest is done.
+// Compilers know, and leave that wait out.
+u64 next_vm(Wave& w) {
+  constexpr u64 kMost = 63;
+  ++w.vm_issued;
+  if (w.vm_issued - w.vm_done > kMost) w.vm_done = w.vm_issued - kMost;
+  return w.vm_issued;
+}
 
 u64 usable_lanes(Wave& w, const u64* addr, u64 lanes, u32 bytes, bool write) {
   if (!lanes) return 0;

@@ -58,7 +58,7 @@ void finish_load(Wave& w, const Inst& i, u64 lanes, bool flat) {
   int n = i.dst[0].width;
   for (int k = 0; k < n; k++) w.undef[i.dst[0].reg + k] &= ~lanes;
   if (flat) {
-    w.vm_issued++, w.ds_issued++;
+    next_vm(w), w.ds_issued++;
     set_tag(w, kVgprBase + i.dst[0].reg, n, TC_FLAT, ++w.flat_issued);
   } else {
     set_tag(w, kVgprBase + i.dst[0].reg, n, TC_VM, next_vm(w));

@@ -66,6 +66,14 @@ def test_partial_waits_are_counted():
     }
 
 
+@pytest.mark.parametrize(("later", "ok"), [(62, False), (63, True)])
+def test_at_most_63_accesses_are_in_flight(later, ok):
+    """vmcnt has 6 bits: the 64th access waits for the first, and LLVM emits no wait for that."""
+    accesses = "global_load_dword v2, v1, s[4:5]\n" + "global_store_dword v1, v1, s[6:7]\n" * later
+    report, _, _ = go(START + accesses + "v_add_u32 v2, 0, v2\ns_waitcnt vmcnt(0)\n" + STORE)
+    assert kinds(report) == (set() if ok else {"register read before its wait"})
+
+
 LDS = (
     LOAD
     + """

@@ -281,7 +281,7 @@ def insert_case(tokens=7, index=2):
     return {
         "qkv": queries(4, tokens, heads.qkv_columns),
         "norms": ops.Norms(*w) if index else ops.Norms(*w[:2]),
-        "cos_sin": random_values(9, 900, DIM // 2).clamp(-1, 1),
+        "cos_sin": random_values(9, 4000, DIM // 2).clamp(-1, 1),
         "positions": torch.arange(tokens) * 7,
         "main_slots": slots,
         "index_slots": other if index else None,

@@ -9,16 +9,14 @@ import torch
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.errors import expect
-from rocm_msa.ops.flydsl_host import lut_table, table_fold
+from rocm_msa.ops.flydsl_host import HEAD_DIM, QUERY_NAMES, lut_table, table_fold
 
-HEAD_DIM = 128
 HEADS = 16  # query heads of a KV head, as columns of a matrix product
 MAX_TOPK = 31  # bits of a positive Int32
 Q_BYTES = 4096  # of a row's queries as operands
 LOG2E = 1.4426950408889634
 
 _ALIGN = 16  # bytes
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def check_build(build: Any, kernels: tuple[str, ...]) -> None:
@@ -26,7 +24,7 @@ def check_build(build: Any, kernels: tuple[str, ...]) -> None:
     for name, allowed in (
         ("kernel", kernels),
         ("dtype", tuple(d.value for d in CacheDType)),
-        ("q_dtype", tuple(_DTYPES.values())),
+        ("q_dtype", tuple(QUERY_NAMES.values())),
         ("topk", range(1, MAX_TOPK + 1)),
     ):
         if getattr(build, name) not in allowed:
@@ -39,13 +37,13 @@ def serves(config: Any) -> bool:
     return (
         config.head_dim == HEAD_DIM
         and group <= HEADS
-        and config.dtype in _DTYPES.values()
+        and config.dtype in QUERY_NAMES.values()
         and config.topk <= MAX_TOPK
     )
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    return _DTYPES.get(dtype)
+    return QUERY_NAMES.get(dtype)
 
 
 def check_call(
@@ -58,7 +56,7 @@ def check_call(
     for what, expected, got, good in (
         ("head_dim", HEAD_DIM, head_dim, head_dim == HEAD_DIM),
         ("query heads a KV head", f"at most {HEADS}", group, group <= HEADS),
-        ("q.dtype", "bfloat16 or float16", q.dtype, q.dtype in _DTYPES),
+        ("q.dtype", "bfloat16 or float16", q.dtype, q.dtype in QUERY_NAMES),
         ("topk", f"1..{MAX_TOPK}", topk, 1 <= topk <= MAX_TOPK),
         ("block_stride", f"a multiple of {_ALIGN}", cache.block_stride, _pages_aligned(cache)),
         ("q", wanted, q.stride(), _heads_aligned(q)),

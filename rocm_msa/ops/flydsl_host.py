@@ -18,7 +18,7 @@ SCORE_WAVES = 4  # of a workgroup that scores blocks
 _PAGE_ALIGN = 16  # bytes
 _WORKGROUPS_A_CU = 8
 _LONGEST_RUN = 64  # blocks
-_QUERIES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+QUERY_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def table_fold(*scales: float) -> int:
@@ -68,7 +68,7 @@ def scores_served(config) -> bool:
 
 def score_dtypes(index_q: torch.Tensor, cache: IndexCache) -> tuple[str, str]:
     """(dtype of the cache, of the query); NotImplementedError for what no scoring kernel takes."""
-    kind, query = cache.dtype.value, _QUERIES.get(index_q.dtype)
+    kind, query = cache.dtype.value, QUERY_NAMES.get(index_q.dtype)
     if cache.head_dim != HEAD_DIM:
         raise NotImplementedError(expect("head_dim on flydsl", HEAD_DIM, cache.head_dim))
     if query is None or (kind == "bf16" and query != "bf16"):

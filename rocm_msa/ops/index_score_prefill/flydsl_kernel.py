@@ -7,27 +7,15 @@ from types import SimpleNamespace
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from rocm_msa.device.memory import Bytes, global_bytes
+from rocm_msa.device.memory import global_bytes
 from rocm_msa.device.wave import WAVE
 from rocm_msa.flydsl_compile import Compiled, compile_flydsl
 from rocm_msa.ops.flydsl_host import SCORE_WAVES
 from rocm_msa.ops.flydsl_index_score import score_run
+from rocm_msa.ops.flydsl_rows import last_request
 from rocm_msa.ops.index_score_prefill.flydsl_gfx950 import TILES, Build
 
 NO_TOKEN = -(2**30)  # a length below which no block is seen
-
-
-@flyc.jit
-def _request_of(cu: Bytes, stride, group, number, requests):
-    """Largest r <= requests with cu[r] // group + r <= number: by halving."""
-    low, high = fx.Int32(0), requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = cu.load(fx.Int32, offset=fx.Int64(middle) * stride * 4)
-        below = first // group + middle <= number
-        low = below.select(middle, low)
-        high = below.select(high, middle - 1)
-    return low
 
 
 def compile_kernel(build: Build) -> Compiled:
@@ -67,7 +55,8 @@ def compile_kernel(build: Build) -> Compiled:
             out=out, out_head=out_head, out_row=out_row, out_block=out_block,
         )  # fmt: skip
         cu, number = global_bytes(cu_seqlens), fx.block_idx.y
-        found = _request_of(cu, cu_stride, group, number, requests)
+        # The request whose groups begin at or before this one.
+        found = last_request(cu, cu_stride, requests, lambda first, r: first // group + r <= number)
         request = fx.Int64(found)
         begin = cu.load(fx.Int32, offset=request * cu_stride * 4)
         padding = found == requests

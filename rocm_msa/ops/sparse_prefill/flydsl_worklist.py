@@ -11,6 +11,7 @@ from rocm_msa.device import wave
 from rocm_msa.device.memory import Bytes, global_bytes, lds_atomic_add, lds_regions
 from rocm_msa.ops.flydsl_attend import HEADS, Q_BYTES
 from rocm_msa.ops.flydsl_page import PIECE, PIECES_BYTES, Format, query_pieces
+from rocm_msa.ops.flydsl_rows import last_request
 from rocm_msa.ops.sparse_prefill.flydsl_gfx950 import ITEM, LANES, Build
 
 ITEM_BYTES = 16
@@ -31,18 +32,6 @@ def _count_at(place: Bytes, value):
 
 
 # prepare
-
-
-@flyc.jit
-def _request_of(cu: Bytes, stride, requests, token):
-    """Largest r <= requests with cu[r] <= token, by halving."""
-    low, high = fx.Int32(0), requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        below = cu.load(fx.Int32, offset=fx.Int64(middle) * stride * 4) <= token
-        low = below.select(middle, low)
-        high = below.select(high, middle - 1)
-    return low
 
 
 def prepare(build: Build):
@@ -83,7 +72,7 @@ def prepare(build: Build):
         row = fx.block_idx.x * kv_heads + head
         if wave.wave_id() == 0:
             cu = global_bytes(cu_seqlens)
-            found = _request_of(cu, cu_stride, requests, token)
+            found = last_request(cu, cu_stride, requests, lambda first, _: first <= token)
             padding = found == requests
             request = fx.Int64(padding.select(fx.Int32(0), found))
             end = cu.load(fx.Int32, offset=(request + 1) * cu_stride * 4)

@@ -116,8 +116,10 @@ def test_prefill_gone_between_handshake_and_read():
         source.ranks[0].agent.close()
         target.load(source, "b", HERE, THERE)
         assert only(target.run()) == (set(), {"b"})
-        assert counts(target)["failed_handshake"] + counts(target)["failed_read"] == 1
-        assert len(target.ranks[0].reader.peers) == 0
+        # The memory is this process's, so the read itself may still succeed; the commit cannot.
+        failed = [k for k in ("handshake", "read", "commit") if counts(target)[f"failed_{k}"]]
+        assert len(failed) == 1
+        assert failed == ["commit"] or len(target.ranks[0].reader.peers) == 0
 
 
 def test_a_read_that_times_out_is_cancelled_and_its_blocks_stay_untouched():

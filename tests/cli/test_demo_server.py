@@ -11,26 +11,31 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rocm_msa.demo import server as server_module
 from rocm_msa.demo.client import Client
 from rocm_msa.demo.server import MARKER, DemoError, Server, free_port
 
 FAKE = Path(__file__).with_name("fake_server.py")
+LONG = 300  # seconds for what takes a moment on a machine that is not loaded
 
 # A driver in its own process, since it is signalled: supervise() around a fake server.
 DRIVER = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
+from rocm_msa.demo import server as server_module
 from rocm_msa.demo.run import supervise
 from rocm_msa.demo.server import DemoError, Server
 import os
 port, mode, log = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+if mode == "ignores":
+    server_module.GRACE_SECONDS = 3600.0
 server = Server([sys.executable, {fake!r}, str(port), mode], port, log, os.environ)
 console = Console(width=80)
 console.print("run", server.run_id)
 def course():
     if mode != "hangs":
-        server.wait_healthy(30, lambda *_: None)
+        server.wait_healthy(300, lambda *_: None)
     console.print("ready")
     sys.stdout.flush()
     while True:
@@ -85,7 +90,7 @@ def no_progress(elapsed, line):
 
 def test_healthy_server_is_waited_for_and_stopped(tmp_path):
     server = start("serves", tmp_path)
-    assert server.wait_healthy(30, no_progress) > 0
+    assert server.wait_healthy(LONG, no_progress) > 0
     assert marked(server.run_id)
     server.stop()
     assert marked(server.run_id) == []
@@ -95,7 +100,7 @@ def test_healthy_server_is_waited_for_and_stopped(tmp_path):
 @pytest.mark.parametrize("mode", ["children", "ignores"])
 def test_children_end_too(tmp_path, mode):
     server = start(mode, tmp_path)
-    server.wait_healthy(30, no_progress)
+    server.wait_healthy(LONG, no_progress)
     assert len(marked(server.run_id)) >= 2
     server.stop(grace=1.0)
     assert marked(server.run_id) == []
@@ -103,7 +108,7 @@ def test_children_end_too(tmp_path, mode):
 
 def test_orphans_of_a_dead_server_are_found(tmp_path):
     server = start("orphans", tmp_path)
-    server.process.wait(30)
+    server.process.wait(LONG)
     with pytest.raises(DemoError, match="exit code 4"):
         server.check_alive()
     assert len(marked(server.run_id)) == 2
@@ -114,7 +119,7 @@ def test_orphans_of_a_dead_server_are_found(tmp_path):
 def test_early_death_is_reported_with_the_log(tmp_path):
     server = start("dies", tmp_path)
     with pytest.raises(DemoError) as caught:
-        server.wait_healthy(30, no_progress)
+        server.wait_healthy(LONG, no_progress)
     message = str(caught.value)
     assert "exit code 3" in message
     assert str(server.log) in message
@@ -136,7 +141,7 @@ def test_hanging_server_times_out_with_progress(tmp_path):
 def test_port_in_use_is_refused_before_anything_starts(tmp_path):
     server = start("serves", tmp_path)
     try:
-        server.wait_healthy(30, no_progress)
+        server.wait_healthy(LONG, no_progress)
         with pytest.raises(DemoError, match=f"port {server.port} is in use"):
             start("serves", tmp_path, server.port)
     finally:
@@ -145,11 +150,9 @@ def test_port_in_use_is_refused_before_anything_starts(tmp_path):
 
 def test_hurry_skips_the_grace(tmp_path):
     server = start("ignores", tmp_path)
-    server.wait_healthy(30, no_progress)
+    server.wait_healthy(LONG, no_progress)
     server.hurry = True
-    began = time.monotonic()
-    server.stop(grace=60)
-    assert time.monotonic() - began < 30
+    server.stop(grace=3600.0)
     assert marked(server.run_id) == []
 
 
@@ -172,11 +175,11 @@ def drive(mode, tmp_path):
 def test_signals_end_everything(tmp_path, mode, number):
     driver, run_id = drive(mode, tmp_path)
     assert driver.stdout.readline().strip() == "ready"
-    end = time.monotonic() + 30
+    end = time.monotonic() + LONG
     while not marked(run_id):  # a process that has just begun may not show its environment yet
         assert time.monotonic() < end
     driver.send_signal(number)
-    output, _ = driver.communicate(timeout=60)
+    output, _ = driver.communicate(timeout=LONG)
     assert driver.returncode == 128 + number
     assert f"Interrupted ({number.name})" in output
     assert "none of its processes is left" in output
@@ -190,9 +193,7 @@ def test_second_interrupt_kills_at_once(tmp_path):
     while "Stopping" not in driver.stdout.readline():
         pass
     driver.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    output, _ = driver.communicate(timeout=60)
-    assert time.monotonic() - began < 9  # the grace is 10 s
+    output, _ = driver.communicate(timeout=LONG)  # the driver's grace is an hour
     assert driver.returncode == 130
     assert "none of its processes is left" in output
     assert marked(run_id) == []
@@ -200,7 +201,7 @@ def test_second_interrupt_kills_at_once(tmp_path):
 
 def test_death_while_serving_is_a_failure(tmp_path):
     driver, run_id = drive("dies-later", tmp_path)
-    output, _ = driver.communicate(timeout=60)
+    output, _ = driver.communicate(timeout=LONG)
     assert driver.returncode == 1
     assert "ended by itself with exit code 5" in output
     assert "server.log" in output
@@ -210,7 +211,7 @@ def test_death_while_serving_is_a_failure(tmp_path):
 @pytest.fixture
 def fake_url(tmp_path):
     server = start("serves", tmp_path)
-    server.wait_healthy(30, no_progress)
+    server.wait_healthy(LONG, no_progress)
     yield server.url
     server.stop()
 
@@ -236,14 +237,13 @@ def test_client_streams_and_refuses_broken_answers(fake_url):
         Client(f"http://127.0.0.1:{free_port()}", "good").chat("hello", 3, pieces.append)
 
 
-def test_a_starting_server_gets_less_grace(tmp_path):
+def test_a_starting_server_gets_less_grace(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 3600.0)
     server = start("ignores", tmp_path)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONG
     while len(marked(server.run_id)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    began = time.monotonic()
     server.stop()
-    assert time.monotonic() - began < 9
     assert marked(server.run_id) == []
 
 
@@ -264,7 +264,7 @@ def test_ctrl_c_is_how_serving_ends(tmp_path, number, code):
         seen += line
     assert "curl -N http://127.0.0.1:" in seen
     driver.send_signal(number)
-    output, _ = driver.communicate(timeout=60)
+    output, _ = driver.communicate(timeout=LONG)
     assert driver.returncode == code, output
     assert "none of its processes is left" in output
     assert list(tmp_path.glob("rocm-msa-demo-*")) == []

@@ -191,12 +191,25 @@ def mark_spin_loops(found: list[Fields], index: dict[int, int]) -> None:
                 b.flags |= F_SPIN
 
 
-def decode(instructions, accum_offset: int, kernel: str = "?") -> np.ndarray:
-    """INST_DTYPE records of `instructions` (objects with pc and text), in their order."""
+def check_registers(f: Fields, vgprs: int) -> None:
+    """The core allocates what the kernel's descriptor declares."""
+    for o in (*f.dst, *f.src):
+        if o.kind == ops.KIND_VGPR and o.reg + o.width > vgprs:
+            raise OperandError(
+                f"vector register {o.reg + o.width - 1}, the kernel's descriptor declares {vgprs}"
+            )
+
+
+def decode(instructions, accum_offset: int, vgprs: int, kernel: str = "?") -> np.ndarray:
+    """INST_DTYPE records of `instructions` (objects with pc and text), in their order.
+
+    accum_offset, vgprs: of the kernel's descriptor.
+    """
     found, index = [], {}
     for instruction in instructions:
         try:
             f = parse(instruction.text, instruction.pc, accum_offset)
+            check_registers(f, vgprs)
         except (OperandError, KeyError, ValueError, IndexError) as error:
             raise DecodeError(
                 f"kernel {kernel}, pc {instruction.pc:#x}: {instruction.text}: not supported: "

@@ -75,7 +75,8 @@ _DECODED: dict[tuple[str, str], np.ndarray] = {}
 def decoded(code_object, kernel) -> np.ndarray:
     key = (code_object.digest, kernel.name)
     if key not in _DECODED:
-        _DECODED[key] = decode(kernel.instructions, kernel.descriptor.accum_offset, kernel.name)
+        d = kernel.descriptor
+        _DECODED[key] = decode(kernel.instructions, d.accum_offset, d.vgprs, kernel.name)
     return _DECODED[key]
 
 

@@ -25,20 +25,24 @@ class HipError(RuntimeError):
         super().__init__(f"{call} for {subject} failed: {name} ({code})")
 
 
-def find_library() -> str | None:
-    """The HIP runtime: the one in this process (torch brings its own), or the loader's.
+def find_library(names: tuple[str, ...] | None = None) -> str | None:
+    """A runtime library: the one in this process (torch brings its own), or the loader's.
 
     Two copies in one process do not know each other's streams, hence the order.
+
+    Args:
+        names: for the loader, the one without a version last; None stands for HIP's.
     """
+    names = names or NAMES
     try:
         mapped = _MAPS.read_text()
     except OSError:
         mapped = ""
     for line in mapped.splitlines():
         path = line.partition("/")[2]
-        if Path(path).name.startswith("libamdhip64.so"):
+        if Path(path).name.startswith(names[-1]):
             return f"/{path}"
-    for name in NAMES:
+    for name in names:
         try:
             ctypes.CDLL(name)
         except OSError:

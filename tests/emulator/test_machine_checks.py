@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gfx950_emu import Checks, DeviceModel, Machine, Schedule, launch
+from gfx950_emu.decode import DecodeError
 from tests.emulator.assembler import kernel
 
 START = """
@@ -126,6 +127,15 @@ def test_read_only_buffer():
     b.flags.writeable = False
     report = launch(code, "k", 1, 64, [np.ones(64, np.uint32), b])
     assert kinds(report) == {"write outside of any writable buffer"}
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [("v_mov_b32 v64, v0", 64), ("ds_read_b128 v[62:65], v0", 65), ("v_add_u32 v1, v0, v70", 70)],
+)
+def test_registers_beyond_what_the_descriptor_declares(body, number):
+    with pytest.raises(DecodeError, match=f"register {number}, .* declares 64"):
+        launch(kernel(body, vgprs=64), "k", 1, 64, [])
 
 
 def test_uninitialised_registers():

@@ -49,7 +49,9 @@ PURE = {
     "rocm_msa.layout": ("torch", "triton", "flydsl", "vllm"),
 }
 # Never, not even inside a function: by file name, and by package.
-NEVER_IN_FILE = {"plan.py": ("torch", "flydsl"), "shard.py": ("torch", "flydsl")}
+NEVER_IN_FILE = dict.fromkeys(
+    ("plan.py", "shard.py", "layout.py", "mailbox_layout.py"), ("torch", "flydsl")
+)
 NEVER_IN_PACKAGE = {"rocm_msa.device": ("torch",), "gfx950_emu": PRODUCT}
 
 # Modules outside of the plugin that may import vllm inside a function: name -> why.
@@ -233,12 +235,15 @@ def test_packages_and_files_that_never_touch_torch():
 
 
 def test_flydsl_stays_in_device_code():
-    """FlyDSL: in device/, the ops' flydsl_*.py and the compiler shim, there inside functions.
+    """FlyDSL: in device/, traced files and the compiler shim, there inside functions.
 
-    device/ itself is for those files alone. What loads with an op: the test of heavy packages.
+    Traced files: the ops' flydsl_*.py, dcp's *_kernel.py. device/ itself is for those alone. What
+    loads with an op: the test of heavy packages.
     """
 
     def kernel_file(i: Import) -> bool:
+        if under(i.module, "dcp"):
+            return i.path.name.endswith("_kernel.py")
         return under(i.module, "rocm_msa.ops") and i.path.name.startswith("flydsl_")
 
     faults = []
@@ -286,6 +291,10 @@ def test_importing_them_loads_nothing_heavy(module):
 def test_ops_and_caches_load_torch_only():
     code = "import rocm_msa.ops, rocm_msa.cache, rocm_msa.formats"
     assert loaded_by(code) <= {"torch", "numpy"}
+
+
+def test_the_interface_of_the_exchange_loads_nothing_heavy():
+    assert loaded_by("import dcp.api, dcp.plan, dcp.shard") == set()
 
 
 def test_the_rule_is_not_vacuous(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from gfx950_emu import Checks, DeviceModel, Machine, Schedule, launch
 from gfx950_emu.decode import DecodeError
 from tests.emulator.assembler import kernel
+from tests.emulator.hand_off import hand_off, run_hand_off
 
 START = """
 s_load_dwordx4 s[4:7], s[0:1], 0x0
@@ -157,37 +158,15 @@ def test_uninitialised_registers():
 
 def test_stores_are_late():
     """A flag without a wait may be seen before the data: two waves of two workgroups."""
-    body = """
-    s_load_dwordx4 s[4:7], s[0:1], 0x0
-    v_mov_b32 v1, 0
-    v_mov_b32 v2, 1
-    s_cmp_eq_u32 s2, 0
-    s_waitcnt lgkmcnt(0)
-    s_cbranch_scc0 reader
-    v_mov_b32 v3, 42
-    global_store_dword v1, v3, s[4:5] sc1
-    {wait}
-    global_store_dword v1, v2, s[4:5] offset:256 sc1
-    s_endpgm
-    reader:
-    global_load_dword v4, v1, s[4:5] offset:256 sc1
-    s_waitcnt vmcnt(0)
-    v_readfirstlane_b32 s8, v4
-    s_cmp_eq_u32 s8, 1
-    s_cbranch_scc0 reader
-    global_load_dword v5, v1, s[4:5] sc1
-    s_waitcnt vmcnt(0)
-    global_store_dword v1, v5, s[6:7]
-    """
-    wrong = {True: 0, False: 0}
-    for wait in (True, False):
-        code = kernel(body.format(wait="s_waitcnt vmcnt(0)" if wait else ""))
+    wrong = {"s_waitcnt vmcnt(0)": 0, "": 0}
+    for wait in wrong:
+        data = "global_store_dword v1, v3, s[4:5] sc1"
+        flag = "global_store_dword v1, v2, s[4:5] offset:256 sc1"
+        read = "global_load_dword v5, v1, s[4:5] sc1\ns_waitcnt vmcnt(0)"
+        body = hand_off(f"{data}\n{wait}\n{flag}", read=read)
         for seed in range(40):
-            a, b = np.zeros(128, np.uint32), np.zeros(16, np.uint32)
-            report = launch(code, "k", 2, 1, [a, b], schedule=Schedule("random", seed, (1, 20)))
-            assert report.status == "finished"
-            wrong[wait] += b[0] != 42
-    assert wrong[True] == 0 and wrong[False] > 0
+            wrong[wait] += run_hand_off(body, Schedule("random", seed, (1, 20)))[1] != 42
+    assert wrong["s_waitcnt vmcnt(0)"] == 0 and wrong[""] > 0
 
 
 DMA = (

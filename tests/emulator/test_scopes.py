@@ -8,35 +8,11 @@ import pytest
 from gfx950_emu import Machine, Schedule, launch
 from tests.emulator.assembler import kernel
 from tests.emulator.corpus import BY_NAME
+from tests.emulator.hand_off import hand_off, run_hand_off
 from tests.emulator.test_machine_corpus import run
 
-HAND_OFF = """
-s_load_dwordx4 s[4:7], s[0:1], 0x0
-v_mov_b32 v1, 0
-v_mov_b32 v2, 1
-s_mov_b64 exec, 1
-s_cmp_eq_u32 s2, 0
-s_waitcnt lgkmcnt(0)
-global_load_dword v6, v1, s[4:5]
-s_waitcnt vmcnt(0)
-s_cbranch_scc0 reader
-v_mov_b32 v3, 42
-global_store_dword v1, v3, s[4:5]
-s_waitcnt vmcnt(0)
-{release}
-global_store_dword v1, v2, s[4:5] offset:256 sc1
-s_endpgm
-reader:
-global_load_dword v4, v1, s[4:5] offset:256 sc1
-s_waitcnt vmcnt(0)
-v_readfirstlane_b32 s8, v4
-s_cmp_eq_u32 s8, 1
-s_cbranch_scc0 reader
-{acquire}
-global_load_dword v5, v1, s[4:5]
-s_waitcnt vmcnt(0)
-global_store_dword v1, v5, s[6:7]
-"""
+DATA = "global_store_dword v1, v3, s[4:5]\ns_waitcnt vmcnt(0)\n"
+FLAG = "global_store_dword v1, v2, s[4:5] offset:256 sc1"
 RELEASE, ACQUIRE = "buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc1"
 
 
@@ -52,56 +28,26 @@ RELEASE, ACQUIRE = "buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc1"
 )
 def test_scopes_of_a_hand_off(release, acquire, text):
     """Two workgroups lie on two XCDs; the data is plain, the flag at agent scope."""
-    code = kernel(HAND_OFF.format(release=release, acquire=acquire))
+    early = "global_load_dword v6, v1, s[4:5]\ns_waitcnt vmcnt(0)"
+    body = hand_off(f"{DATA}{release}\n{FLAG}", acquire, early=early)
     details = set()
     for seed in range(10):
-        a, b = np.zeros(128, np.uint32), np.zeros(16, np.uint32)
-        report = launch(code, "k", 2, 64, [a, b], schedule=Schedule("random", seed, (1, 30)))
-        assert report.status == "finished"
+        report, _ = run_hand_off(body, Schedule("random", seed, (1, 30)))
         details |= {f.detail for f in report.findings if f.kind == "stale cache"}
         if text is None:
             assert report.ok, report.findings
     assert text is None or any(text in d for d in details), details
 
 
-LATE_RELEASE = """
-s_load_dwordx4 s[4:7], s[0:1], 0x0
-v_mov_b32 v1, 0
-v_mov_b32 v2, 1
-v_mov_b32 v3, 42
-s_mov_b64 exec, 1
-s_cmp_eq_u32 s2, 0
-s_waitcnt lgkmcnt(0)
-s_cbranch_scc0 reader
-global_store_dword v1, v3, s[4:5]
-s_waitcnt vmcnt(0)
-buffer_wbl2 sc1
-{wait}
-global_atomic_swap v1, v2, s[4:5] offset:256
-s_waitcnt vmcnt(0)
-s_endpgm
-reader:
-global_load_dword v4, v1, s[4:5] offset:256 sc1
-s_waitcnt vmcnt(0)
-v_readfirstlane_b32 s8, v4
-s_cmp_eq_u32 s8, 1
-s_cbranch_scc0 reader
-buffer_inv sc1
-global_load_dword v5, v1, s[4:5]
-s_waitcnt vmcnt(0)
-global_store_dword v1, v5, s[6:7]
-"""
-
-
 @pytest.mark.parametrize("kind", ["random", "priority"])
 @pytest.mark.parametrize("wait", ["s_waitcnt vmcnt(0)", ""])
 def test_a_flag_must_wait_for_the_write_back(kind, wait):
     """The wait that follows the flag comes too late: some reader goes on before it."""
-    code, stale = kernel(LATE_RELEASE.format(wait=wait)), 0
+    flag = "global_atomic_swap v1, v2, s[4:5] offset:256\ns_waitcnt vmcnt(0)"
+    body, stale = hand_off(f"{DATA}buffer_wbl2 sc1\n{wait}\n{flag}", ACQUIRE), 0
     for seed in range(40):
-        a, b = np.zeros(128, np.uint32), np.zeros(16, np.uint32)
-        report = launch(code, "k", 2, 64, [a, b], schedule=Schedule(kind, seed, (1, 30)))
-        assert report.status == "finished" and b[0] == 42
+        report, got = run_hand_off(body, Schedule(kind, seed, (1, 30)))
+        assert got == 42
         stale += any("not written back" in f.detail for f in report.findings)
     assert (stale > 0) == (wait == "")
 
@@ -173,54 +119,26 @@ def test_a_wave_that_holds_a_lock_runs_again():
         assert not wrong
 
 
-SCALAR = """
-s_load_dwordx4 s[4:7], s[0:1], 0x0
-v_mov_b32 v1, 0
-v_mov_b32 v2, 1
-v_mov_b32 v3, 42
-s_mov_b64 exec, 1
-s_cmp_eq_u32 s2, 0
-s_waitcnt lgkmcnt(0)
-{early}
-s_cbranch_scc0 reader
-global_store_dword v1, v3, s[4:5] offset:64{through}
-s_waitcnt vmcnt(0)
-global_store_dword v1, v2, s[4:5] offset:256 sc1
-s_endpgm
-reader:
-global_load_dword v4, v1, s[4:5] offset:256 sc1
-s_waitcnt vmcnt(0)
-v_readfirstlane_b32 s8, v4
-s_cmp_eq_u32 s8, 1
-s_cbranch_scc0 reader
-{refresh}
-s_load_dword s9, s[4:5], 0x40
-s_waitcnt lgkmcnt(0)
-v_mov_b32 v5, s9
-global_store_dword v1, v5, s[6:7]
-"""
-EARLY = "s_load_dword s9, s[4:5], 0x40\ns_waitcnt lgkmcnt(0)"
+SCALAR_LOAD = "s_load_dword s9, s[4:5], 0x40\ns_waitcnt lgkmcnt(0)"
 
 
 @pytest.mark.parametrize(
     "early,through,refresh,text",
     [
-        (EARLY, " sc1", "s_dcache_inv\nbuffer_inv sc1", None),
+        (SCALAR_LOAD, " sc1", "s_dcache_inv\nbuffer_inv sc1", None),
         ("", " sc1", "", None),  # nothing was cached before
-        (EARLY, " sc1", "buffer_inv sc1", "scalar cache may hold"),
-        (EARLY, " sc1", "", "scalar cache may hold"),
-        (EARLY, " sc1", "s_dcache_inv", "L2 may hold"),
+        (SCALAR_LOAD, " sc1", "buffer_inv sc1", "scalar cache may hold"),
+        (SCALAR_LOAD, " sc1", "", "scalar cache may hold"),
+        (SCALAR_LOAD, " sc1", "s_dcache_inv", "L2 may hold"),
         ("", "", "s_dcache_inv\nbuffer_inv sc1", "not written back"),
     ],
 )
 def test_scalar_loads_of_what_another_workgroup_stored(early, through, refresh, text):
-    code = kernel(SCALAR.format(early=early, through=through, refresh=refresh))
+    data = f"global_store_dword v1, v3, s[4:5] offset:64{through}\ns_waitcnt vmcnt(0)\n"
+    body = hand_off(data + FLAG, refresh, early=early, read=f"{SCALAR_LOAD}\nv_mov_b32 v5, s9")
     details = set()
     for seed in range(20):
-        raw = np.zeros(256, np.uint32)
-        a, b = raw[-raw.ctypes.data % 512 // 4 :][:128], np.zeros(16, np.uint32)
-        report = launch(code, "k", 2, 64, [a, b], schedule=Schedule("random", seed, (1, 30)))
-        assert report.status == "finished"
+        report, _ = run_hand_off(body, Schedule("random", seed, (1, 30)))
         details |= {f.detail for f in report.findings if f.text.startswith("s_load")}
         if text is None:
             assert report.ok, report.findings

@@ -17,6 +17,7 @@ _SITES = {
     Site.QUERIES: "the index queries of rank {peer} did not come",
     Site.RESULTS: "the results of rank {peer} did not come",
     Site.SHAPE: "rank {peer} is at another launch or batch",
+    Site.START: "rank {peer} did not begin the launch",
 }
 
 

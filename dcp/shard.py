@@ -28,6 +28,8 @@ class Site(IntEnum):
     """A peer's results did not come."""
     SHAPE = 3
     """A peer's message is of another batch or launch."""
+    START = 4
+    """A peer did not begin the launch."""
 
 
 @dataclass(frozen=True)

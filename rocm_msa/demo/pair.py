@@ -124,7 +124,7 @@ def stop_all(servers: Sequence[Server]) -> None:
 
 def metrics(server: Server) -> dict[str, float]:
     """Prometheus samples by name, summed over their labels."""
-    text = open_url(f"{server.url}/metrics", timeout=10).read().decode()
+    text = open_url(f"{server.url}/metrics", timeout=60).read().decode()
     out: dict[str, float] = {}
     for name, value in re.findall(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
         out[name] = out.get(name, 0.0) + float(value)
@@ -161,7 +161,7 @@ def transfers(decode: Server, connector: str) -> Transfers:
     )
 
 
-def settled(decode: Server, connector: str, reads: int, seconds: float = 10.0) -> Transfers:
+def settled(decode: Server, connector: str, reads: int, seconds: float = 120.0) -> Transfers:
     """`transfers` once at least `reads` are counted: metrics follow a step later.
 
     Raises:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import random
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rocm_msa.demo.pair import (
     Engine,
     decode_engine,
     engine_server,
+    metrics,
     prefill_engine,
     proxy_server,
     running,
@@ -27,6 +29,10 @@ from rocm_msa.demo.server import Server, open_url
 
 ROOT = Path(__file__).resolve().parents[2]
 PROXY = ROOT / "examples" / "pd" / "proxy.py"
+READ = "vllm:rocm_msa_kv_read"
+FAILED = "vllm:rocm_msa_kv_failed"
+EXPIRED = "vllm:rocm_msa_kv_expired_total"
+USAGE = "vllm:kv_cache_usage_perc"
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -94,6 +100,24 @@ def status_of(call) -> tuple[int, str]:
         return 200, json.dumps(call())
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def failures(server: Server) -> dict[str, float]:
+    """Failed loads by kind, those that are not 0."""
+    kinds = {
+        k.removeprefix(f"{FAILED}_").removesuffix("_total"): v
+        for k, v in metrics(server).items()
+        if k.startswith(FAILED) and k.endswith("_total")
+    }
+    return {k: v for k, v in kinds.items() if v}
+
+
+def wait_for(server: Server, name: str, value: float, seconds: float = 120.0) -> None:
+    """Until a metric has a value."""
+    end = time.monotonic() + seconds
+    while (got := metrics(server).get(name)) != value:
+        assert time.monotonic() < end, f"{name}: expected {value}, got {got}"
+        time.sleep(0.2)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -2,6 +2,9 @@
 
 A `Side` is what one engine registers: `tp` ranks with rows of random bytes, a lease table, a side
 channel. Everything between the scheduler's orders and the bytes is the product's own.
+
+Leases and reads end by the side's `clock`, which stands still until a test moves it, and messages
+have minutes: nothing runs out because the machine is slow.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import torch
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.outer_block import OuterBlockRow
 from rocm_msa.capacity import MINIMAX_M3
-from rocm_msa.demo.server import free_port
 from rocm_msa.vllm_plugin.nixl.agent import RowAgent
 from rocm_msa.vllm_plugin.nixl.checks import BlockTable
 from rocm_msa.vllm_plugin.nixl.control import ControlClient, ControlServer
@@ -38,6 +40,21 @@ MODEL = dataclasses.replace(
     moe_layers=(False, True, True, True, True),
 )
 BLOCKS = 48
+PATIENCE = 120.0
+"""Seconds within which what must happen happens, on any machine."""
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @dataclasses.dataclass
@@ -56,11 +73,11 @@ class Side:
     def __init__(
         self, tp: int = 1, main: str = "nvfp4", index: str = "nvfp4", seed: int = 0, **opts
     ):
-        self.engine, self.tp, self.port = f"engine-{uuid.uuid4().hex[:8]}", tp, free_port()
-        self.options = TransferOptions.read({"control_timeout_seconds": 2.0} | opts)
+        self.engine, self.tp, self.clock = f"engine-{uuid.uuid4().hex[:8]}", tp, Clock()
+        self.options = TransferOptions.read({"control_timeout_seconds": PATIENCE} | opts)
         self.main, self.index = CacheDType.parse(main), CacheDType.parse(index)
         self.model = MODEL
-        self.leases = LeaseTable(self.options.lease_seconds)
+        self.leases = LeaseTable(self.options.lease_seconds, self.clock)
         self.ranks = [self._rank() for _ in range(tp)]
         self.fill(seed)
         self.fingerprint = fingerprint(
@@ -80,7 +97,14 @@ class Side:
                 self.fingerprint, i, self.model.kv_heads, self.row_at, rank.agent, rank.client
             )
             rank.reader = RowReader(
-                self.engine, rank.rows, peers, rank.agent, rank.client, self.options, rank.counts
+                self.engine,
+                rank.rows,
+                peers,
+                rank.agent,
+                rank.client,
+                self.options,
+                rank.counts,
+                self.clock,
             )
 
     def row_at(self, tp: int) -> OuterBlockRow:
@@ -96,7 +120,7 @@ class Side:
         if self.options.debug_checks:
             table = BlockTable(data, row)
             agent.register(table.table.data_ptr(), table.table.numel() * 8, 0)
-        client = ControlClient(self.options.control_timeout_seconds)
+        client = ControlClient(self.options.control_timeout_seconds, self.clock)
         return Rank(rows, agent, client, TransferCounts(), table)
 
     def fill(self, seed: int) -> None:
@@ -129,8 +153,9 @@ class Side:
                 {"agent": rank.agent.metadata(), "rows": rank.rows.memory.as_map(), "table": table}
             )
         self.server = ControlServer(
-            "127.0.0.1", self.port, self.engine, self.fingerprint, ranks, self.leases
+            "127.0.0.1", 0, self.engine, self.fingerprint, ranks, self.leases
         )
+        self.port = self.server.port
         return self
 
     def remote(self, request: str) -> Remote:
@@ -143,12 +168,18 @@ class Side:
                 Load(request, source.remote(request), list(local), list(remote), list(marks))
             )
 
-    def run(self, seconds: float = 20.0) -> list[tuple[set[str], set[str]]]:
-        """Step all ranks until no load is left; (finished, failed) of each rank."""
+    def run(self, until: str = "") -> list[tuple[set[str], set[str]]]:
+        """Step all ranks until no load is left, or every load is at stage `until`.
+
+        Returns:
+            (finished, failed) of each rank.
+        """
         results = [(set(), set()) for _ in self.ranks]
-        end = time.monotonic() + seconds
-        while any(rank.reader.loads for rank in self.ranks):
-            assert time.monotonic() < end, "loads did not end"
+        end = time.monotonic() + PATIENCE
+        while stages := {x.stage for rank in self.ranks for x in rank.reader.loads.values()}:
+            if stages == {until}:
+                break
+            assert time.monotonic() < end, f"loads did not end: {stages}"
             for rank, (finished, failed) in zip(self.ranks, results, strict=True):
                 a, b = rank.reader.step()
                 finished |= a

@@ -79,7 +79,7 @@ def scheduler():
     config = types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(tensor_parallel_size=2, data_parallel_index=0)
     )
-    made = RowScheduler(config, "me", TransferOptions(debug_checks=True))
+    made = RowScheduler(config, "me", TransferOptions(lease_seconds=86_400.0, debug_checks=True))
     made.client.close()
     made.client = Asks()
     yield made

@@ -7,12 +7,11 @@ import pytest
 import torch
 import zmq
 
-from rocm_msa.demo.server import free_port
 from rocm_msa.errors import ConfigError
 from rocm_msa.vllm_plugin.nixl.control import ControlServer
 from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
-from tests.vllm_plugin.pd_ranks import only, sides
+from tests.vllm_plugin.pd_ranks import PATIENCE, only, sides
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -101,10 +100,10 @@ def test_malformed_messages_do_not_end_the_side_channel():
             fine = {"wire": 1, "to": source.engine}
             for message in (b"\xff", msgspec.msgpack.encode([1]), msgspec.msgpack.encode(fine)):
                 socket.send(message)
-                assert socket.poll(2000)
+                assert socket.poll(int(PATIENCE * 1000))
                 assert "refused" in msgspec.msgpack.decode(socket.recv())
             socket.send(msgspec.msgpack.encode(fine | {"wire": 99, "op": "hello"}))
-            assert socket.poll(2000)
+            assert socket.poll(int(PATIENCE * 1000))
             refusal = msgspec.msgpack.decode(socket.recv())["refused"]
             assert refusal == "package format: prefill has 1, decode has 99"
         source.leases.hold("a")
@@ -125,12 +124,12 @@ def _server(host: str, port: int) -> ControlServer:
 )
 def test_the_side_channel_needs_an_address_that_others_can_reach(host, words):
     with pytest.raises(RuntimeError, match=words):
-        _server(host, free_port())
+        _server(host, 0)
 
 
 def test_a_taken_port_is_named():
-    port = free_port()
-    first = _server("localhost", port)
+    first = _server("localhost", 0)
+    port = first.port
     try:
         with pytest.raises(RuntimeError, match=rf"side channel localhost:{port} .*in use"):
             _server("localhost", port)

@@ -18,36 +18,26 @@ import time
 import psutil
 import pytest
 
-from rocm_msa.demo.pair import ROWS, STOCK, metrics, settled, transfers
+from rocm_msa.demo.pair import ROWS, STOCK, settled, transfers
 from rocm_msa.demo.prepare import SERVED_NAME
-from tests.vllm_plugin.pd_pair import ROOT, at_once, ids, pair, post, prompt_of, status_of
+from tests.vllm_plugin.pd_pair import (
+    EXPIRED,
+    ROOT,
+    USAGE,
+    at_once,
+    failures,
+    ids,
+    pair,
+    post,
+    prompt_of,
+    status_of,
+    wait_for,
+)
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-READ = "vllm:rocm_msa_kv_read"
 DEBUG = {"debug_checks": True}
-FAILED = "vllm:rocm_msa_kv_failed"
-EXPIRED = "vllm:rocm_msa_kv_expired_total"
-USAGE = "vllm:kv_cache_usage_perc"
-
-
-def failures(server) -> dict[str, float]:
-    """Failed loads by kind, those that are not 0."""
-    found = metrics(server)
-    kinds = {
-        k.removeprefix(f"{FAILED}_").removesuffix("_total"): v
-        for k, v in found.items()
-        if k.startswith(FAILED) and k.endswith("_total")
-    }
-    return {k: v for k, v in kinds.items() if v}
-
-
-def wait_for(server, name: str, value: float, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while (got := metrics(server).get(name)) != value:
-        assert time.monotonic() < end, f"{name}: expected {value}, got {got}"
-        time.sleep(0.2)
 
 
 def threads(server) -> int:
@@ -251,7 +241,7 @@ def test_500_requests_with_random_aborts(checkpoint, tmp_path):
         assert outcomes.count("answered") > 200
         assert outcomes.count("left") > 50
         for server in servers:
-            wait_for(server, USAGE, 0.0, seconds=60)
+            wait_for(server, USAGE, 0.0)
             wait_for(server, "vllm:num_requests_running", 0.0)
             wait_for(server, "vllm:num_requests_waiting", 0.0)
             assert threads(server) <= before[server] + 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 
@@ -9,11 +11,10 @@ import pytest
 import torch
 
 from rocm_msa.cache.convert import to_vllm
-from rocm_msa.demo.server import free_port
 from rocm_msa.vllm_plugin.nixl.checks import identities
 from rocm_msa.vllm_plugin.nixl.control import ControlError
 from rocm_msa.vllm_plugin.nixl.leases import LeaseTable
-from tests.vllm_plugin.pd_ranks import BLOCKS, only, sides
+from tests.vllm_plugin.pd_ranks import BLOCKS, PATIENCE, Clock, only, sides
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
 
@@ -80,9 +81,17 @@ def test_many_loads_at_once():
         assert len(source.leases.take_released().done) == 40
 
 
+@contextlib.contextmanager
+def silent_port():
+    """A port that is taken and where nobody answers."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        yield nobody.getsockname()[1]
+
+
 def test_no_answer_is_a_failure_after_one_retry():
-    with sides({}, {"control_timeout_seconds": 0.3}) as (source, target):
-        source.server.close()
+    with sides({}, {"control_timeout_seconds": 0.3}) as (source, target), silent_port() as port:
+        source.port = port
         target.load(source, "a", HERE, THERE)
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)["retries"] == 1
@@ -90,30 +99,36 @@ def test_no_answer_is_a_failure_after_one_retry():
 
 
 def test_courtesies_to_a_silent_engine_do_not_hold_up_others():
-    with sides({}, {"control_timeout_seconds": 0.4}) as (source, target):
-        client, silent = target.ranks[0].client, free_port()
+    """After one silence, and until a timeout has passed, they are not sent at all."""
+    with sides() as (source, target), silent_port() as silent:
+        client = target.ranks[0].client
 
         def ask(port, courtesy):
             return client.ask(
                 "127.0.0.1", port, source.engine, "renew", courtesy=courtesy, requests=[]
             )
 
+        client.timeout = 0.2
         with pytest.raises(ControlError, match="no answer"):
             ask(silent, False).result()
-        start = time.monotonic()
+        lost = [ask(silent, True) for _ in range(100)]
+        assert all("has been silent, not asked" in str(f.exception()) for f in lost)
+        target.clock.advance(0.3)
+        assert "no answer" in str(ask(silent, True).exception())
+        client.timeout = PATIENCE
         lost = [ask(silent, True) for _ in range(100)]
         assert ask(source.port, False).result() == {"held": {}}
-        assert time.monotonic() - start < 10  # 100 waits by 8 threads would take 5 s and more
-        assert all("not asked" in str(f.exception()) for f in lost[:20])
+        assert all("has been silent, not asked" in str(f.exception()) for f in lost)
 
 
 def test_prefill_gone_between_handshake_and_read():
-    with sides({}, {"control_timeout_seconds": 0.3}) as (source, target):
+    with sides() as (source, target):
         source.leases.hold("a")
         target.load(source, "a", [1], [1])
         assert only(target.run()) == ({"a"}, set())
         source.server.close()
         source.ranks[0].agent.close()
+        target.ranks[0].client.timeout = 0.3
         target.load(source, "b", HERE, THERE)
         assert only(target.run()) == (set(), {"b"})
         # The memory is this process's, so the read itself may still succeed; the commit cannot.
@@ -123,13 +138,15 @@ def test_prefill_gone_between_handshake_and_read():
 
 
 def test_a_read_that_times_out_is_cancelled_and_its_blocks_stay_untouched():
-    with sides({"nixl_progress": "poll"}, {"read_timeout_seconds": 0.5}) as (source, target):
+    with sides({"nixl_progress": "poll"}) as (source, target):
         # A prefill process that hangs: it answers handshakes and moves no transport.
         agent = source.ranks[0].agent
         agent._closed.set()
         agent._poller.join()
         source.leases.hold("a")
         target.load(source, "a", HERE, THERE)
+        assert only(target.run(until="read")) == (set(), set())
+        target.clock.advance(target.options.read_timeout_seconds + 0.1)
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)["failed_timeout"] == 1
         assert target.ranks[0].reader.loads == {}
@@ -141,9 +158,9 @@ def test_a_read_that_times_out_is_cancelled_and_its_blocks_stay_untouched():
 
 
 def test_blocks_released_before_the_commit_are_not_used():
-    with sides({"lease_seconds": 0.2}) as (source, target):
+    with sides() as (source, target):
         source.leases.hold("a")
-        time.sleep(0.3)
+        source.clock.advance(source.options.lease_seconds)
         assert source.leases.take_released().expired == {"a"}
         target.load(source, "a", HERE, THERE)
         assert only(target.run()) == (set(), {"a"})
@@ -152,17 +169,19 @@ def test_blocks_released_before_the_commit_are_not_used():
 
 
 def test_a_waiting_request_keeps_its_lease_by_renewal():
-    with sides({"lease_seconds": 0.3}) as (source, target):
+    with sides({"lease_seconds": 30}) as (source, target):
         source.leases.hold("a")
         client = target.ranks[0].client
         for _ in range(5):
-            time.sleep(0.15)
+            source.clock.advance(15)
             answer = client.ask(
                 "127.0.0.1", source.port, source.engine, "renew", requests=["a", "b"]
             ).result()
             assert answer["held"] == {"a": True, "b": False}
             assert not source.leases.take_released().all
-        time.sleep(0.4)
+        source.clock.advance(29)
+        assert not source.leases.take_released().all
+        source.clock.advance(1)
         assert source.leases.take_released().expired == {"a"}
 
 
@@ -192,31 +211,40 @@ def test_a_commit_comes_again_when_its_answer_is_lost():
     assert leases.commit("a", "d", 0, 1, "first")
     assert not leases.commit("a", "d", 0, 1, "second")
     assert not leases.commit("a", "e", 0, 1, "first")
-    now = [0.0]
-    leases = LeaseTable(10.0, lambda: now[0])
+    clock = Clock()
+    leases = LeaseTable(10.0, clock)
     for i in range(50):
-        now[0] = float(i)
+        clock.advance(1.0)
         leases.hold(f"{i}")
         assert leases.commit(f"{i}", "d", 0, 1, "x")
         leases.take_released()
     assert len(leases._held_commits) <= 12
 
-    with sides({}, {"control_timeout_seconds": 0.4}) as (source, target):
-        answer, slow = source.server._answer, [True]
+    with sides() as (source, target):
+        client, asked, again = target.ranks[0].client, [], threading.Event()
+        answer, ask = source.server._answer, client.ask
 
-        def lose_the_first(message):
+        def late_when_first(message):
             out = answer(message)
-            if message["op"] == "commit" and slow:
-                slow.clear()
+            if message["op"] == "commit":
                 source.leases.take_released()
-                time.sleep(0.6)
+                assert again.wait(PATIENCE)
             return out
 
-        source.server._answer = lose_the_first
+        def impatient_at_first(*args, **fields):
+            commits = [*asked, args[3]].count("commit")
+            client.timeout = 0.3 if commits == 1 else PATIENCE
+            asked.append(args[3])
+            if commits == 2:
+                again.set()
+            return ask(*args, **fields)
+
+        source.server._answer, client.ask = late_when_first, impatient_at_first
         source.leases.hold("a")
         target.load(source, "a", HERE, THERE)
         assert only(target.run()) == ({"a"}, set())
         assert arrived(source, target)
+        assert asked == ["hello", "commit", "commit"]
         assert counts(target)["retries"] == 1
         assert len(counts(target)["seconds"]) == 1  # read once
 
@@ -233,7 +261,7 @@ def test_bad_block_ids_fail_the_load_alone():
 
 def test_nothing_is_left():
     """Threads, registrations and loads after 30 rounds of both ends of a transfer."""
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with sides() as (source, target):
         for i in range(30):
             source.leases.hold(f"{i}")
@@ -244,7 +272,7 @@ def test_nothing_is_left():
             source.leases.take_released()
         assert target.ranks[0].agent.registrations == source.ranks[0].agent.registrations == 1
         assert len(source.leases) == 0
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before
 
 
 TOKENS = list(range(6 * 128 - 5))
@@ -288,13 +316,16 @@ def _withdrawn(source):
     ],
 )
 def test_debug_checks_catch_bad_blocks(spoil, counter, words, caplog):
-    debug = {"debug_checks": True, "read_timeout_seconds": 1.0}
+    debug = {"debug_checks": True}
     with sides(debug, debug) as (source, target):
         marks = identities(TOKENS)
         source.ranks[0].table.publish(THERE, marks)
         spoil(source)
         source.leases.hold("a")
         target.load(source, "a", HERE, THERE, marks)
+        if counter == "failed_timeout":
+            assert only(target.run(until="check")) == (set(), set())
+            target.clock.advance(target.options.read_timeout_seconds + 0.1)
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)[counter] == 1
         assert words in caplog.text

@@ -16,7 +16,7 @@ import logging
 import socket as socket_module
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from socket import SOCK_STREAM
 from typing import Any
@@ -42,7 +42,10 @@ class Refused(ControlError):
 
 
 class ControlServer:
-    """Answers for one engine. `ranks[i]` is what rank i registered, as a plain map."""
+    """Answers for one engine. `ranks[i]` is what rank i registered, as a plain map.
+
+    Port 0 takes a free one; `port` is the one it has.
+    """
 
     def __init__(
         self,
@@ -62,19 +65,20 @@ class ControlServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, address.startswith("["))
         try:
-            self._socket.bind(f"tcp://{address}:{port}")
+            self._socket.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise RuntimeError(
                 f"side channel {host}:{port} (VLLM_NIXL_SIDE_CHANNEL_HOST, _PORT): {error}"
             ) from None
+        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rocm-msa-kv-control", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=10 * _POLL_MS / 1000)
+        self._thread.join()  # its socket must not be closed under it; it looks every _POLL_MS
         self._context.destroy(linger=0)
 
     def _serve(self) -> None:
@@ -121,11 +125,11 @@ class ControlClient:
     """Asks control servers from a few threads; an answer or an error comes within the timeout.
 
     A courtesy (a message that nobody waits for) to a server that has just been silent is not sent,
-    so that many of them cannot hold up questions to other servers.
+    so that many of them cannot hold up questions to other servers. `clock` gives seconds.
     """
 
-    def __init__(self, timeout: float):
-        self.timeout = timeout
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic):
+        self.timeout, self._clock = timeout, clock
         self._silent_until: dict[str, float] = {}
         self._context = zmq.Context()
         self._threads = ThreadPoolExecutor(_CLIENT_THREADS, thread_name_prefix="rocm-msa-kv-ask")
@@ -144,7 +148,7 @@ class ControlClient:
         self._context.destroy(linger=0)
 
     def _call(self, address: str, message: dict[str, Any], courtesy: bool) -> dict[str, Any]:
-        if courtesy and time.monotonic() < self._silent_until.get(address, 0.0):
+        if courtesy and self._clock() < self._silent_until.get(address, 0.0):
             raise ControlError(f"{message['op']}: {address} has been silent, not asked")
         sockets = self._local.__dict__.setdefault("sockets", {})
         if address not in sockets:
@@ -153,7 +157,7 @@ class ControlClient:
         try:
             socket.send(msgspec.msgpack.encode(message))
             if not socket.poll(int(self.timeout * 1000)):
-                self._silent_until[address] = time.monotonic() + self.timeout
+                self._silent_until[address] = self._clock() + self.timeout
                 raise ControlError(f"{message['op']}: no answer from {address} in {self.timeout} s")
             answer = msgspec.msgpack.decode(socket.recv())
             self._silent_until.pop(address, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -73,7 +74,7 @@ class Load:
 
 
 class RowReader:
-    """The loads of one rank of a decode engine."""
+    """The loads of one rank of a decode engine. `clock` gives seconds."""
 
     def __init__(
         self,
@@ -84,9 +85,11 @@ class RowReader:
         client: ControlClient,
         options: TransferOptions,
         counts: TransferCounts,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.engine, self.rows, self.peers = engine, rows, peers
         self.agent, self.client, self.options, self.counts = agent, client, options, counts
+        self._clock = clock
         self.loads: dict[str, Load] = {}
 
     def start(self, load: Load) -> None:
@@ -100,7 +103,7 @@ class RowReader:
             )
             load.gave_up = True
             self.counts.add("failed_read")
-        load.started = time.monotonic()
+        load.started = self._clock()
         self.loads[load.request] = load
 
     def forget(self, remote: Remote) -> None:
@@ -147,7 +150,7 @@ class RowReader:
     def _drive(self, load: Load) -> None:
         """One step of a load; any error is a fault of this load, not of the engine."""
         limit = self.options.read_timeout_seconds
-        if time.monotonic() - load.started > limit:
+        if self._clock() - load.started > limit:
             self._fault(load, "timeout", f"not there after {limit} s (stage {load.stage})")
             return
         stages = {
@@ -170,7 +173,7 @@ class RowReader:
             self._post(load, peer)
 
     def _post(self, load: Load, peer: Peer) -> None:
-        load.posted, load.read = time.monotonic(), uuid.uuid4().hex
+        load.posted, load.read = self._clock(), uuid.uuid4().hex
         here = self.rows.memory
         for rank, pieces in peer.plan.pieces.items():
             there = peer.memory[rank]
@@ -195,7 +198,7 @@ class RowReader:
             self._fault(load, "read", "NIXL reported an error")
         elif states == {nixl.DONE}:
             self.counts.read(
-                time.monotonic() - load.posted,
+                self._clock() - load.posted,
                 sum(read.nbytes for read in load.reads),
                 sum(self.agent.telemetry_descriptors(read) for read in load.reads),
                 len(load.local_blocks),
@@ -272,7 +275,7 @@ class RowReader:
         if again:
             self.counts.add("retries")
             load.attempt += 1
-            load.stage, load.started = "connect", time.monotonic()
+            load.stage, load.started = "connect", self._clock()
         else:
             self.counts.add(f"failed_{kind}")
             load.gave_up = True

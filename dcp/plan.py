@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil
 
 from dcp.shard import Shard
+from rocm_msa.arch import GFX950
 
 SCORE_BYTES = 4
 """A block's score, fp32."""
@@ -50,3 +52,82 @@ def result_bytes(shard: Shard, max_blocks: int, topk: int, results: Results) -> 
 def choose_results(shard: Shard, max_blocks: int, topk: int) -> Results:
     """The form with fewer bytes; with as many, the scores, which take no selection to make."""
     return min(Results, key=lambda form: result_bytes(shard, max_blocks, topk, form))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the choice rests on. Modelled for gfx950; no figure here was measured on one.
+
+    fixed_s: a launch of the exchange beyond its share of the scan and its bytes, in seconds: two
+        waits for the fabric and the slowest rank. 7 us is what a public implementation reports
+        for four MI355X.
+    scan_bytes_per_s: at which one rank reads index pages. The datasheet's peak, so that what the
+        ranks save is not overstated: a slower scan makes the exchange pay earlier.
+    link_bytes_per_s: of the link between two ranks, one way.
+    """
+
+    fixed_s: float = 7e-6
+    scan_bytes_per_s: float = GFX950.hbm_bytes_per_s
+    link_bytes_per_s: float = GFX950.fabric_link_bytes_per_s
+
+
+_COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a layer's index scan moves. page_bytes: an index page; query_bytes: one row and head."""
+
+    page_bytes: int
+    query_bytes: int
+    topk: int = 16
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a batch goes through the exchange, and why: `reason` is a phrase without numbers."""
+
+    shared: bool
+    reason: str
+    threshold: int
+    """Blocks from which a batch of so many requests and rows is shared."""
+
+
+def exchange_bytes(shard: Shard, batch: Batch, scan: Scan) -> int:
+    """Bytes over the busiest link in one direction: queries of a pusher, results for an owner.
+
+    Results as candidates: no form has more where they matter.
+    """
+    rows = batch.rows * shard.heads_per_rank
+    return rows * (scan.query_bytes + scan.topk * CANDIDATE_BYTES)
+
+
+def threshold(shard: Shard, batch: Batch, scan: Scan, costs: Costs = _COSTS) -> int:
+    """Blocks a request from which sharing saves more than it costs.
+
+        saved(B) = requests * B * page_bytes * (1 - 1/P) / scan_bytes_per_s
+        cost     = fixed_s + exchange_bytes / link_bytes_per_s
+
+    `batch.max_blocks` plays no part. At least one block a rank.
+    """
+    a_block = batch.requests * scan.page_bytes * (1 - 1 / shard.ranks) / costs.scan_bytes_per_s
+    cost = costs.fixed_s + exchange_bytes(shard, batch, scan) / costs.link_bytes_per_s
+    return max(shard.ranks, ceil(cost / a_block))
+
+
+def decide(
+    shard: Shard,
+    batch: Batch,
+    scan: Scan,
+    min_blocks: int | None = None,
+    costs: Costs = _COSTS,
+) -> Decision:
+    """Whether the batch is shared. `min_blocks` replaces the computed threshold."""
+    if shard.ranks == 1:
+        return Decision(False, "one rank", 0)
+    if batch.rows == 0:
+        return Decision(False, "no rows", 0)
+    limit = threshold(shard, batch, scan, costs) if min_blocks is None else min_blocks
+    if batch.max_blocks < limit:
+        return Decision(False, "short", limit)
+    return Decision(True, "long", limit)

@@ -19,6 +19,9 @@ class Arch:
     lds_bytes_per_cu: int
     hbm_bytes: int
     hbm_bytes_per_s: float
+    fabric_links: int
+    fabric_link_bytes_per_s: float
+    """Of one link between two GPUs of a node, each way."""
     clock_hz: float
     fp8_flops: float
     bf16_flops: float
@@ -32,6 +35,8 @@ GFX950 = Arch(
     lds_bytes_per_cu=160 * 1024,
     hbm_bytes=288 * 10**9,
     hbm_bytes_per_s=8e12,
+    fabric_links=7,
+    fabric_link_bytes_per_s=76.8e9,
     clock_hz=2.4e9,
     fp8_flops=5e15,
     bf16_flops=2.5e15,

@@ -1,0 +1,92 @@
+"""What is sent and when it pays: by hand, by brute force, and the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp.plan import (
+    Batch,
+    Costs,
+    Results,
+    Scan,
+    choose_results,
+    decide,
+    exchange_bytes,
+    result_bytes,
+    threshold,
+)
+from dcp.shard import Shard
+from rocm_msa.arch import GFX950
+
+NVFP4, FP8 = Scan(page_bytes=9216, query_bytes=256), Scan(page_bytes=16384, query_bytes=256)
+steady = settings(derandomize=True, deadline=None, max_examples=200)
+batches = st.builds(Batch, st.integers(1, 512), st.integers(1, 9), st.integers(0, 8192))
+groups = st.sampled_from([(2, 4), (4, 4), (8, 4), (2, 2), (3, 1)])
+
+
+def test_the_form_with_fewer_bytes_is_sent():
+    shard = Shard(1, 4, 4)
+    assert result_bytes(shard, 128, 16, Results.SCORES) == 32 * 4
+    assert result_bytes(shard, 128, 16, Results.CANDIDATES) == 16 * 8
+    assert choose_results(shard, 128, 16) is Results.SCORES  # as many bytes: no selection to make
+    assert choose_results(shard, 129, 16) is Results.CANDIDATES
+    assert choose_results(Shard(0, 8, 4), 256, 16) is Results.SCORES
+    assert choose_results(Shard(0, 8, 4), 257, 16) is Results.CANDIDATES
+    assert choose_results(shard, 0, 16) is Results.SCORES
+
+
+def test_threshold_by_hand():
+    """4 ranks, 45 requests of 4 rows, NVFP4: 7 us and 69,120 B against 3/4 of the scan."""
+    shard, batch = Shard(0, 4, 4), Batch(45, 4, 1641)
+    assert exchange_bytes(shard, batch, NVFP4) == 180 * (256 + 16 * 8) == 69120
+    cost = 7e-6 + 69120 / 76.8e9
+    block = 45 * 9216 * 0.75 / 8e12
+    assert 203 * block < cost < 204 * block
+    assert threshold(shard, batch, NVFP4) == 204
+    assert decide(shard, batch, NVFP4) == decide(Shard(3, 4, 4), batch, NVFP4)
+    assert decide(shard, batch, NVFP4).shared
+
+
+@steady
+@given(groups, batches, st.sampled_from([NVFP4, FP8]))
+def test_it_is_shared_exactly_when_that_is_modelled_faster(group, batch, scan):
+    ranks, heads = group
+    decision = decide(Shard(0, ranks, heads), batch, scan)
+    whole = batch.requests * batch.max_blocks * scan.page_bytes / GFX950.hbm_bytes_per_s
+    rows = batch.rows * max(1, heads // ranks)
+    moved = rows * (scan.query_bytes + 16 * 8) / GFX950.fabric_link_bytes_per_s
+    gain = whole - whole / ranks - moved - Costs().fixed_s
+    if abs(gain) > 1e-12:
+        assert decision.shared == (gain > 0 and batch.max_blocks >= ranks)
+    assert decision.reason == ("long" if decision.shared else "short")
+
+
+@steady
+@given(groups, batches, st.integers(1, 9000) | st.none())
+def test_every_rank_decides_alike_and_longer_is_never_less_shared(group, batch, least):
+    ranks, heads = group
+    decisions = {decide(Shard(r, ranks, heads), batch, NVFP4, least) for r in range(ranks)}
+    assert len(decisions) == 1
+    decision = decisions.pop()
+    longer = Batch(batch.requests, batch.rows_per_request, batch.max_blocks + 1)
+    assert decide(Shard(0, ranks, heads), longer, NVFP4, least).shared >= decision.shared
+    assert decision.shared == (batch.max_blocks >= decision.threshold)
+    assert least is None or decision.threshold == least
+    assert decision.threshold >= (ranks if least is None else 1)
+
+
+def test_nothing_to_share():
+    batch = Batch(64, 4, 8192)
+    assert decide(Shard(0, 1, 4), batch, NVFP4, 1).reason == "one rank"
+    assert decide(Shard(0, 4, 4), Batch(0, 4, 8192), NVFP4, 1).reason == "no rows"
+
+
+@pytest.mark.parametrize("costs", [Costs(fixed_s=0.0), Costs(fixed_s=1.0)])
+def test_costs_move_the_threshold(costs):
+    shard, batch = Shard(0, 4, 4), Batch(45, 4, 0)
+    assert (threshold(shard, batch, NVFP4, costs) < threshold(shard, batch, NVFP4)) == (
+        costs.fixed_s == 0.0
+    )
+    assert threshold(shard, batch, NVFP4, costs) >= 4

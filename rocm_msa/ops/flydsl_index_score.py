@@ -77,9 +77,9 @@ class Keys:
         return data
 
 
-def _query(kind: str, dtype: str, place: Bytes):
-    """B operands of this lane's column (FP8 terms, or bf16), and the factor that undoes them."""
-    words = [place.load(fx.Uint32, 4, offset=16 * i, align=4) for i in range(2 * DIMS // 16)]
+def query_operands(kind: str, dtype: str, words: list):
+    """Of the lane's part of a query, four vectors of four words: B operands of its column (FP8
+    terms, or bf16), and the factor that undoes them."""
     if kind == "bf16":
         return words, fx.Float32(1.0)
     widen = bf16_values if dtype == "bf16" else f16_values
@@ -155,7 +155,8 @@ def columns(build, tiles: int, a: SimpleNamespace, first_row, first_length, pair
         whole_row = first_row + fx.Int64(row)
         place = global_bytes(a.index_q).at(whole_row * a.q_row + head * a.q_head)
         place = place.at(fx.Int64((lane // TILE) * (2 * DIMS)))
-        operands, undo = _query(build.kind, build.query, place)
+        words = [place.load(fx.Uint32, 4, offset=16 * i, align=4) for i in range(2 * DIMS // 16)]
+        operands, undo = query_operands(build.kind, build.query, words)
         found.queries.append(operands)
         # Tokens 4 g + r of a tile are this lane's.
         found.limits.append(first_length + row - (lane // TILE) * 4)
@@ -165,19 +166,28 @@ def columns(build, tiles: int, a: SimpleNamespace, first_row, first_length, pair
     return found
 
 
-def score_block(
+def block_scores(
     a: SimpleNamespace, keys: Keys, own: SimpleNamespace, table_row, block, masked: bool
-):
-    """Score one block for the lane's columns and store it."""
+) -> list:
+    """Scores of one block for the lane's columns, one a tile of columns."""
     number = table_row.uniform(fx.Int32, offset=fx.Int64(block) * a.table_column * 4)
     known = (number >= 0) & (number < a.num_pages)
     page = known.select(number, fx.Int32(0))
     page = global_bytes(a.pages).at(fx.Int64(page) * a.block_stride)
     live = [limit - block * BLOCK_TOKENS for limit in own.limits] if masked else None
     best = _block(keys, page, own.queries, live)
-    for column, (score, factor) in enumerate(zip(best, own.factors, strict=True)):
-        # A table entry that names no page scores nothing.
-        score = known.select(score * factor, fx.Float32(NONE))
+    # A table entry that names no page scores nothing.
+    return [
+        known.select(score * factor, fx.Float32(NONE))
+        for score, factor in zip(best, own.factors, strict=True)
+    ]
+
+
+def score_block(
+    a: SimpleNamespace, keys: Keys, own: SimpleNamespace, table_row, block, masked: bool
+):
+    """Score one block for the lane's columns and store it."""
+    for column, score in enumerate(block_scores(a, keys, own, table_row, block, masked)):
         place = own.places[column]
         _store_if(own.owned[column], place, fx.Int64(block) * a.out_block, score)
 

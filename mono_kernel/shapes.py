@@ -44,6 +44,7 @@ class Shape:
     q_heads: int
     kv_heads: int
     index_heads: int
+    kv_replicas: int  # ranks that hold the same KV and index heads
     rotary_dim: int
     experts: int
     chosen: int  # experts a token
@@ -76,6 +77,9 @@ class Shape:
         multiple("intermediate", CHUNK)
         multiple("shared", CHUNK, at_least=0)
         check(self.kv_heads >= 1, "kv_heads", ">= 1")
+        alone = self.kv_replicas == 1 or self.kv_heads == 1
+        whole = self.kv_replicas >= 1 and self.tp % self.kv_replicas == 0
+        check(alone and whole, "kv_replicas", "a divisor of tp, 1 unless kv_heads is")
         group = self.q_heads / max(self.kv_heads, 1)
         check(group in range(1, GROUP + 1), "q_heads", f"kv_heads x 1..{GROUP}")
         check(self.index_heads == self.kv_heads, "index_heads", f"kv_heads ({self.kv_heads})")
@@ -113,6 +117,7 @@ class Shape:
             q_heads=rank.q_heads,
             kv_heads=rank.kv_heads,
             index_heads=rank.index_heads,
+            kv_replicas=rank.kv_replicas,
             rotary_dim=model.rope.rotary_dim,
             experts=model.num_experts,
             chosen=model.experts_per_token,
@@ -150,6 +155,11 @@ class Shape:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def whole_kv_heads(self) -> int:
+        """KV heads of the model."""
+        return self.kv_heads * self.tp // self.kv_replicas
 
     @property
     def slots(self) -> int:

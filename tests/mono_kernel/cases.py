@@ -16,6 +16,7 @@ def small_shape(tp: int = 1, formats: Formats = Formats(), **changes) -> Shape: 
         "q_heads": Q_HEADS // tp,
         "kv_heads": kv_heads,
         "index_heads": kv_heads,
+        "kv_replicas": max(1, tp // KV_HEADS),
         "rotary_dim": 64,
         "experts": EXPERTS,
         "chosen": CHOSEN,

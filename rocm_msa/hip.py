@@ -31,16 +31,17 @@ def find_library(names: tuple[str, ...] | None = None) -> str | None:
     Two copies in one process do not know each other's streams, hence the order.
 
     Args:
-        names: for the loader, the one without a version last; None stands for HIP's.
+        names: of the library, with and without a version; None stands for HIP's.
     """
     names = names or NAMES
+    stem = names[0].partition(".so")[0] + ".so"
     try:
         mapped = _MAPS.read_text()
     except OSError:
         mapped = ""
     for line in mapped.splitlines():
         path = line.partition("/")[2]
-        if Path(path).name.startswith(names[-1]):
+        if Path(path).name.startswith(stem):
             return f"/{path}"
     for name in names:
         try:

@@ -210,16 +210,16 @@ def assert_clean(reports: Sequence[Report], launches: int | None = None) -> None
 
 
 @functools.cache
-def library() -> Path:
-    """The fake libamdhip64, compiled once a source."""
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"rocm-msa-fake-hip-{os.getuid()}-{digest}.so"
+def library(source: Path = SOURCE) -> Path:
+    """A fake runtime library, compiled once a source; this module's libamdhip64 for instance."""
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"rocm-msa-{source.stem}-{os.getuid()}-{digest}.so"
     if not path.exists():
         compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
         if compiler is None:
             raise RuntimeError("a C compiler (cc, gcc or clang) is needed to build the fake HIP")
         part = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", part, SOURCE]
+        command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", part, source]
         subprocess.run(command, check=True, capture_output=True)
         part.replace(path)
     return path

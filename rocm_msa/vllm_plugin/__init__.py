@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the models, the KV connector, the configuration hooks, `indexer_decode_cp`.
+    """Register models, parsers, the KV connector, configuration hooks, `indexer_decode_cp`.
 
     Raises:
         RuntimeError: a vLLM version that this package was not written for.
@@ -22,3 +22,4 @@ def register() -> None:
     compat.register_config_class()
     compat.register_models()
     compat.register_kv_connector()
+    compat.register_parsers()

@@ -125,6 +125,27 @@ def register_kv_connector() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "rocm_msa.vllm_plugin.nixl", CONNECTOR)
 
 
+def register_parsers() -> None:
+    """Let `minimax_m3` as reasoning and tool parser mean our single pass over the answer."""
+    from vllm.parser.parser_manager import ParserManager
+
+    previous = ParserManager.get_parser
+    if getattr(previous, "is_rocm_msa", False):
+        return
+
+    def get_parser(tool_parser_name=None, reasoning_parser_name=None, *args, **kwargs):
+        composed = previous(tool_parser_name, reasoning_parser_name, *args, **kwargs)
+        named = {tool_parser_name, reasoning_parser_name} - {None, ""}
+        if composed is None or named != {"minimax_m3"}:
+            return composed
+        from rocm_msa.vllm_plugin.parsers import single_pass
+
+        return single_pass(composed)
+
+    get_parser.is_rocm_msa = True
+    ParserManager.get_parser = staticmethod(get_parser)
+
+
 def kv_connector_options(vllm_config, name: str) -> dict | None:
     """`kv_connector_extra_config` when the KV connector `name` is asked for."""
     config = vllm_config.kv_transfer_config

@@ -67,6 +67,7 @@ class Exchange(Protocol):
         init_blocks: int = 0,
         local_blocks: int = 1,
         *,
+        layer: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Selected blocks of this rank's heads, as one rank alone would select them, bit for bit.
@@ -80,6 +81,8 @@ class Exchange(Protocol):
             rows_per_request: 1 + speculative tokens.
             num_blocks: int32 `[rows]`, causal blocks of each row: ceil(n / 128).
             topk, init_blocks, local_blocks: as in `ops.block_topk`.
+            layer: a number on which the ranks must agree, so that one that left out a launch is
+                found though the next one's batch looks the same.
             out: int32 `[own_heads, rows, topk]` to write into.
 
         Returns:

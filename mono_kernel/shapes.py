@@ -7,6 +7,7 @@ with all reasons at once. Pure Python: no torch, no flydsl.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields
 
 from rocm_msa.config import ModelConfig
@@ -175,6 +176,11 @@ class Shape:
     def largest_active(self) -> float:
         """A bound of |gate sigmoid(alpha gate) (up + beta)|."""
         return self.limit * (self.limit + abs(self.beta))
+
+    @property
+    def active_exponent(self) -> int:
+        """x 2^n of an expert's activation x is below 256, and no larger n does that."""
+        return 7 - math.floor(math.log2(self.largest_active))
 
     @property
     def name(self) -> str:

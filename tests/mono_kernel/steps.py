@@ -1,0 +1,113 @@
+"""A step of the small layer on some ranks: inputs, caches, batch, and the reference's regions."""
+
+from __future__ import annotations
+
+import torch
+
+from mono_kernel import reference
+from mono_kernel.shapes import kv_head_of
+from rocm_msa.cache import IndexCache, MainCache
+from rocm_msa.testing.reference_parts import rope_frequencies
+from tests.mono_kernel.cases import HIDDEN, KV_HEADS
+from tests.mono_kernel.layers import layer_weights
+from tests.ops.cases import empty_cache, int32, random_values, slots_of
+
+DIM, BLOCK = 128, 128
+MAX_POSITION = 4096
+SPARE = 3  # pages that belong to nobody
+
+
+class Step:
+    """Requests of `lens` tokens, the last `rows_per_request` of them this step's rows.
+
+    What lies in the caches before is random (`history`) or given (`fill`). Memory of nobody is
+    poison. A length of 0 is a padded request.
+    """
+
+    def __init__(self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0):
+        self.layout, self.tp, self.lens, self.per = layout, tp, list(lens), rows_per_request
+        self.seed = seed
+        self.weights = [layer_weights(layout, tp, rank) for rank in range(tp)]
+        self.shape = self.weights[0].shape
+        rows = len(self.lens) * self.per
+        self.hidden = random_values(seed + 1, rows, HIDDEN, scale=0.5).bfloat16()
+        self.residual = random_values(seed + 2, rows, HIDDEN).bfloat16()
+        self.table, self.pages = self._table(seed)
+        self.batch = self._batch()
+        self.caches = [self._caches() for _ in range(tp)]
+        self._history()
+
+    def _table(self, seed: int) -> tuple[torch.Tensor, int]:
+        blocks = [-(-n // BLOCK) for n in self.lens]
+        pages = sum(blocks) + SPARE
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).tolist()
+        table = torch.full((len(blocks), max(max(blocks), 1) + 1), -1, dtype=torch.int32)
+        for row, count in zip(table, blocks, strict=True):
+            row[:count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        return table, pages
+
+    def _batch(self) -> reference.Batch:
+        positions, slots = [], []
+        for row, n in zip(self.table, self.lens, strict=True):
+            first = max(n - self.per, 0)
+            positions += [min(first + i, MAX_POSITION - 1) for i in range(self.per)]
+            slots += slots_of(row, n)[first:].tolist() if n else [-1] * self.per
+        slots = torch.tensor(slots)
+        return reference.Batch(
+            torch.tensor(positions), slots, slots.clone(), self.table, int32(self.lens), self.per,
+            self.cos_sin(),
+        )  # fmt: skip
+
+    def cos_sin(self) -> torch.Tensor:
+        config = {"rotary_dim": 64, "rope_theta": 5e6, "max_position_embeddings": MAX_POSITION}
+        frequencies, scale = rope_frequencies(config)
+        angle = torch.arange(MAX_POSITION).float()[:, None] * frequencies
+        return torch.cat([angle.cos() * scale, angle.sin() * scale], -1)
+
+    def _caches(self) -> reference.Caches:
+        main = empty_cache(MainCache, self.pages, "nvfp4", self.shape.kv_heads, DIM, 16)
+        return main, empty_cache(IndexCache, self.pages, "nvfp4", 1, DIM, 16)
+
+    def _history(self) -> None:
+        for request, n in enumerate(self.lens):
+            old = max(n - self.per, 0)
+            if old:
+                k, v = (
+                    random_values(self.seed + 10 * request + i, old, KV_HEADS, DIM) for i in (3, 4)
+                )
+                self._write(request, k, v, random_values(self.seed + 10 * request + 5, old, DIM))
+
+    def _write(self, request: int, k, v, index_k) -> None:
+        slots = slots_of(self.table[request], k.shape[0])
+        for rank, (main, index) in enumerate(self.caches):
+            heads = kv_head_of(rank, self.tp, KV_HEADS)
+            mine = slice(heads.start, heads.stop)
+            main.write(k[:, mine], v[:, mine], slots)
+            index.write(index_k, slots)
+
+    def fill(self, state, count: int) -> None:
+        """The first request's first `count` tokens as the whole-model reference holds them."""
+        parts = (state.keys, state.values, state.index_keys)
+        self._write(0, *[part[:count] for part in parts])
+
+    def prompt(self, request: int) -> torch.Tensor:
+        """Hidden states of a request's tokens before this step."""
+        count = max(self.lens[request] - self.per, 0)
+        return random_values(self.seed + 77, count, HIDDEN).bfloat16()
+
+    def copies(self) -> list[reference.Caches]:
+        """The caches as they are before the step."""
+        found = []
+        for main, index in self.caches:
+            pages = [c.pages.clone() for c in (main, index)]
+            found.append(
+                (
+                    MainCache.from_tensor(pages[0], self.shape.kv_heads, "nvfp4", head_dim=DIM),
+                    IndexCache.from_tensor(pages[1], "nvfp4", head_dim=DIM),
+                )
+            )
+        return found
+
+    def reference(self, caches=None) -> list[reference.Regions]:
+        caches = self.copies() if caches is None else caches
+        return reference.layer(self.weights, self.batch, caches, self.hidden, self.residual)

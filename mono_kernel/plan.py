@@ -1,7 +1,6 @@
 """Who does what in a launch: phases, tasks, work lists, scratch regions. Integers only.
 
-The grid is persistent: `workgroups` workgroups, a power of two, one a compute unit. In each phase
-workgroup w takes the tasks w, w + workgroups, ... The grid meets between phases (README.md).
+The grid is persistent: `workgroups` workgroups, one a compute unit. In each phase takes the tasks w, w + workgroups, ... The grid meets between phases (README.md).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ SLOTS_A_TASK = WAVES  # of the attention: a page a wave
 REGION_ALIGN = 128
 WORD_BYTES = 8  # of the all-reduce: an fp32 value and a tag
 SITES = ("output", "down")  # phases that end in an all-reduce
-CONTROL_WORDS = 64  # 32-bit; word `barrier` counts arrivals, word ERROR_WORD holds the error
-ERROR_WORD = 48
+MAX_WORKGROUPS = 256
 PARTIAL_ML = 2 * GROUP  # fp32: maxima and sums of 16 heads
 PARTIAL_O = GROUP * HEAD_DIM  # fp32
 TABLE_BYTES = 2048
@@ -119,18 +117,17 @@ def share(count: int, workgroup: int, workgroups: int) -> range:
 
 
 def grid(compute_units: int = GFX950.compute_units) -> int:
-    """Workgroups of a launch: the largest power of two that is resident, one a compute unit."""
+    """Workgroups of a launch: one a compute unit."""
     check_int("compute_units", compute_units, 1)
-    return 1 << (compute_units.bit_length() - 1)
+    return min(compute_units, MAX_WORKGROUPS)
 
 
 def check_workgroups(workgroups: int, resident: int) -> None:
-    """Refuse a grid whose counters would not wrap evenly, or that would wait for itself."""
+    """Refuse a grid that would wait for itself."""
     check_int("workgroups", workgroups, 1)
-    if workgroups & (workgroups - 1):
-        raise ValueError(expect("workgroups", "a power of two", workgroups))
-    if workgroups > resident:
-        raise ValueError(expect("workgroups", f"<= {resident}, all resident at once", workgroups))
+    limit = min(resident, MAX_WORKGROUPS)
+    if workgroups > limit:
+        raise ValueError(expect("workgroups", f"<= {limit}, all resident at once", workgroups))
 
 
 # Work that depends on the data
@@ -170,7 +167,6 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     normed_factor     fp32 [rows]                         undoes the scaling of the terms
     projected         bf16 [rows, features]
     q, index_q        bf16 [rows, heads, 128]
-    scores            fp32 [index_heads, rows, max_blocks]
     selected          int32 [kv_heads, rows, topk]
     part_ml, part_o   fp32 [kv_heads, rows, topk, 2, 16], [..., 2048] in lane order
     attended          as normed, [rows, 2, q_heads * 128]; attended_factor fp32 [rows]
@@ -178,6 +174,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     logits            fp32 [rows, experts]
     active            E4M3 [rows, slots, 2, widest]
     chosen            int32 [rows, chosen]; chosen_weights fp32 [rows, chosen]
+    scores            fp32 [index_heads, rows, max_blocks]
     """
     check_int("max_blocks", max_blocks, 1)
     s, rows = shape, MAX_ROWS
@@ -189,7 +186,6 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
         ("projected", 2 * rows * s.features),
         ("q", 2 * rows * s.attended),
         ("index_q", 2 * rows * s.index_heads * HEAD_DIM),
-        ("scores", 4 * s.index_heads * rows * max_blocks),
         ("selected", 4 * items),
         ("part_ml", 4 * PARTIAL_ML * items),
         ("part_o", 4 * PARTIAL_O * items),
@@ -201,18 +197,32 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
         ("active", 2 * rows * s.slots * s.widest),
         ("chosen", 4 * rows * s.chosen),
         ("chosen_weights", 4 * rows * s.chosen),
+        # Last: the other offsets do not depend on the batch.
+        ("scores", 4 * s.index_heads * rows * max_blocks),
     ]
     return pack(sizes, align=REGION_ALIGN, total_align=REGION_ALIGN)
 
 
-def mailbox_layout(shape: Shape) -> Layout:
-    """What the peers write to: a region a site, 64-bit words [ranks, hidden / 16, 4, 64].
+def state_layout() -> Layout:
+    """A rank's own words, zero before the first launch but for generation, which counts from 1.
 
-    A word is an fp32 value in the low half and the generation above it: lane l of tile t holds
-    outputs 16 t + 4 (l // 16) + r of row l % 16, r = 0..3.
+    generation, error   int64      arrivals  int32      see rocm_msa/device/mailbox.py
+    flags               int64 [hand-offs, 256]: the launch in which a workgroup got there
+    """
+    sizes = [("generation", 8), ("error", 8), ("arrivals", 4)]
+    return pack([*sizes, ("flags", 8 * HAND_OFFS * MAX_WORKGROUPS)], align=8)
+
+
+def mailbox_layout(shape: Shape) -> Layout:
+    """What the peers write to. Zero before the first launch.
+
+    errors    int64 [ranks]: the error word that each rank sent
+    a region a site: 64-bit words [ranks, hidden / 16, 4, 64], an fp32 value in the low half and the
+              tag above it: lane l of tile t holds outputs 16 t + 4 (l // 16) + r of row l % 16
     """
     words = shape.tp * _tiles(shape.hidden) * TILE * MAX_ROWS
-    return pack([(site, WORD_BYTES * words) for site in SITES], align=REGION_ALIGN)
+    sizes = [("errors", WORD_BYTES * shape.tp), *((site, WORD_BYTES * words) for site in SITES)]
+    return pack(sizes, align=REGION_ALIGN)
 
 
 def lds_layout(shape: Shape) -> Layout:

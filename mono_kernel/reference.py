@@ -9,10 +9,9 @@ with the rows of the batch alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from mono_kernel.batch import Batch
 from mono_kernel.shapes import HEAD_DIM, Shape
 from mono_kernel.weights import LayerWeights, Stored
 from rocm_msa.cache.dtype import CacheDType
@@ -31,28 +30,6 @@ _TOP, _BIAS, _MANTISSA = 7, 127, 23
 
 Caches = tuple[MainCache, IndexCache]
 Regions = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What all ranks share of a step.
-
-    positions, main_slots, index_slots: int64 [rows]. block_table: int32 [requests, max_blocks].
-    seq_lens: int32 [requests], this step's rows included; 0 is a padded request. cos_sin:
-    fp32 [positions, rotary_dim].
-    """
-
-    positions: torch.Tensor
-    main_slots: torch.Tensor
-    index_slots: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    rows_per_request: int
-    cos_sin: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.seq_lens.shape[0] * self.rows_per_request
 
 
 def layer(

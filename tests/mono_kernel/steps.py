@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mono_kernel import reference
+from mono_kernel.batch import Batch
 from mono_kernel.shapes import kv_head_of
 from rocm_msa.cache import IndexCache, MainCache
 from rocm_msa.testing.reference_parts import rope_frequencies
@@ -46,14 +47,14 @@ class Step:
             row[:count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
         return table, pages
 
-    def _batch(self) -> reference.Batch:
+    def _batch(self) -> Batch:
         positions, slots = [], []
         for row, n in zip(self.table, self.lens, strict=True):
             first = max(n - self.per, 0)
             positions += [min(first + i, MAX_POSITION - 1) for i in range(self.per)]
             slots += slots_of(row, n)[first:].tolist() if n else [-1] * self.per
         slots = torch.tensor(slots)
-        return reference.Batch(
+        return Batch(
             torch.tensor(positions), slots, slots.clone(), self.table, int32(self.lens), self.per,
             self.cos_sin(),
         )  # fmt: skip

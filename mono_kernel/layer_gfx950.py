@@ -1,0 +1,140 @@
+"""Build parameters and kernel arguments of the layer on gfx950; traced code in layer.py.
+
+Importing this imports no FlyDSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from mono_kernel import plan
+from mono_kernel.batch import Batch
+from mono_kernel.shapes import HEAD_DIM, MAX_ROWS, Shape
+from mono_kernel.weights import LUT_FOLD, weight_layout
+from rocm_msa.cache.dtype import CacheDType
+from rocm_msa.errors import check_tensor, expect
+from rocm_msa.ops.flydsl_attend import LOG2E, scales_and_table
+from rocm_msa.ops.flydsl_host import keys_of, lut_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocm_msa.cache.paged import IndexCache, MainCache
+    from rocm_msa.flydsl_compile import Compiled
+
+
+@dataclass(frozen=True)
+class Build(Shape):
+    """A rank's share of a layer. phases: how many of plan.PHASES the kernel runs, for tests."""
+
+    phases: int = len(plan.PHASES)
+
+    @classmethod
+    def from_shape(cls, shape: Shape, phases: int = len(plan.PHASES)) -> Build:
+        return cls(**{f.name: getattr(shape, f.name) for f in fields(Shape)}, phases=phases)
+
+    @property
+    def symbol(self) -> str:
+        return f"mono_layer_{self.name}"
+
+    @property
+    def grid(self) -> str:
+        return "(compute units)"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Buffers of a rank that stay where they are. weights of the layer: weight_layout.
+
+    scratch, state, mailbox: plan's layouts. addresses: int64 [ranks + 1], the ranks' mailboxes and
+    a word that the host reads.
+    """
+
+    scratch: torch.Tensor
+    state: torch.Tensor
+    addresses: torch.Tensor
+    rank: int
+    patience: int  # milliseconds
+    workgroups: int
+
+
+def arguments(
+    build: Build,
+    memory: Memory,
+    weights: torch.Tensor,
+    caches: tuple[MainCache, IndexCache],
+    batch: Batch,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    hidden_out: torch.Tensor,
+    residual_out: torch.Tensor,
+) -> list[Any]:
+    """The kernel's arguments, in order; checks them and reads no values.
+
+    Args:
+        weights: uint8, LayerWeights.packed(). caches: NVFP4.
+        hidden, residual, hidden_out, residual_out: bf16 [rows, hidden], contiguous.
+    """
+    import torch
+
+    main, index = caches
+    rows, requests = batch.rows, batch.seq_lens.shape[0]
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(expect("rows", f"1..{MAX_ROWS}", rows))
+    max_blocks = batch.block_table.shape[1]
+    for name in ("hidden", "residual", "hidden_out", "residual_out"):
+        _check(name, locals()[name], [rows, build.hidden], torch.bfloat16)
+    for name in ("positions", "main_slots", "index_slots"):
+        _check(name, getattr(batch, name), [rows], torch.int64)
+    _check("block_table", batch.block_table, [requests, "max_blocks"], torch.int32)
+    _check("seq_lens", batch.seq_lens, [requests], torch.int32)
+    _check("cos_sin", batch.cos_sin, ["positions", build.rotary_dim], torch.float32)
+    _check("weights", weights, [weight_layout(build).nbytes], torch.uint8)
+    scratch = plan.scratch_layout(build, max_blocks).nbytes
+    if memory.scratch.numel() < scratch:
+        raise ValueError(expect("scratch", f">= {scratch} bytes", memory.scratch.numel()))
+    plan.check_workgroups(memory.workgroups, plan.MAX_WORKGROUPS)
+    for name, cache, heads in (("main_cache", main, build.kv_heads), ("index_cache", index, 1)):
+        _check_cache(name, cache, heads)
+    k_factor, v_factor, table = scales_and_table(main, hidden.device)
+    index_factor, index_table = keys_of(index)
+    return [
+        hidden, residual, hidden_out, residual_out, weights, memory.scratch,
+        main.pages, main.block_stride, main.num_blocks,
+        float(main.scales["k"]), float(main.scales["v"]),
+        HEAD_DIM**-0.5 * LOG2E * k_factor, v_factor, table,
+        index.pages, index.block_stride, index.num_blocks,
+        float(index.scales["k"]), index_factor, index_table,
+        lut_table(LUT_FOLD, hidden.device),
+        batch.block_table, max_blocks, batch.seq_lens,
+        batch.positions, batch.main_slots, batch.index_slots, requests, batch.rows_per_request,
+        batch.cos_sin, batch.cos_sin.shape[0],
+        memory.addresses, memory.state, memory.rank, memory.patience, memory.workgroups,
+    ]  # fmt: skip
+
+
+def _check(name: str, x: torch.Tensor, shape: Sequence, dtype) -> None:
+    check_tensor(name, x, shape, dtype, align=16 if name not in _UNALIGNED else None)
+    if not x.is_contiguous():
+        raise ValueError(expect(f"{name}.stride()", "a contiguous tensor", x.stride()))
+
+
+_UNALIGNED = ("positions", "main_slots", "index_slots", "block_table", "seq_lens")
+
+
+def _check_cache(name: str, cache, heads: int) -> None:
+    got = (cache.dtype, cache.kv_heads, cache.head_dim)
+    wanted = (CacheDType.NVFP4, heads, HEAD_DIM)
+    if got != wanted:
+        raise NotImplementedError(expect(f"{name} (dtype, heads, head_dim)", wanted, got))
+    if cache.block_stride % 16 or cache.pages.data_ptr() % 16:
+        raise NotImplementedError(expect(f"{name}.block_stride", "a multiple of 16", "another"))
+
+
+def compile_build(build: Build) -> Compiled:
+    """rocm_msa.flydsl_compile.Compiled of the layer."""
+    from mono_kernel.layer import compile_kernel
+
+    return compile_kernel(build)

@@ -11,6 +11,7 @@ stores. What a wave stores depends on its head alone: no divergence but for dead
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -148,7 +149,14 @@ def _region(layout: Layout, name: str) -> int:
     return layout[name].offset if name in layout else 0
 
 
-def compile_kernel(build: Build) -> Compiled:
+@flyc.jit
+def insert_head(build, a, head, first_token):
+    """One wave: head `head` of the tokens first_token .. + build.wave_tokens.
+
+    Args:
+        a: the kernel's arguments by name, pointers among them as fx.Pointer.
+        head, first_token: Int32; heads beyond the projection's are nobody's.
+    """
     q_heads, kv, index = build.q, build.kv, build.index
     first_v, first_index = q_heads + kv, q_heads + 2 * kv
     lanes, dim, dtype = build.head_lanes, build.head_dim, build.dtype
@@ -163,7 +171,78 @@ def compile_kernel(build: Build) -> Compiled:
     half = build.rotary_dim // 2
     half_lanes = half // LANE_VALUES
     rope_item = ITEM_BYTES[build.rope_dtype]
+    lane = lane_id()
+    part = lane % lanes
+    token = first_token + lane // lanes
+    live = token < a.tokens
+    t = live.select(token, a.tokens - 1)  # dead lanes load what the last token does
+    if head < build.heads:
+        kind = _Kind.of(build, head)
+        pick, either = kind.pick, kind.either
 
+        # First all loads, so that their latencies overlap.
+        offset = fx.Int64(head * (dim * item) + part * (LANE_VALUES * item))
+        raw, raw_words = _load(global_bytes(a.qkv).at(fx.Int64(t) * a.qkv_row + offset), dtype)
+        position = _integer(_address(a.positions), a.position_step, a.position_high, t)
+        slot = _integer(
+            either(_address(a.main_slots), _address(a.index_slots)),
+            either(a.main_slot_step, a.index_slot_step),
+            either(a.main_slot_high, a.index_slot_high),
+            t,
+        )
+        w = [_address(p) for p in (a.weight_q, a.weight_k, a.weight_index_q, a.weight_index_k)]
+        weight = global_address(pick(w[0], w[1], w[1], w[2], w[3]))
+        at = part * (LANE_VALUES * ITEM_BYTES[build.weight_dtype])
+        weights, _ = _load(weight.at(at), build.weight_dtype)
+        position = fx.max(fx.min(position, fx.Int64(a.max_position - 1)), fx.Int64(0))
+        angle = (part & (half_lanes - 1)) * (LANE_VALUES * rope_item)
+        angles = global_bytes(a.cos_sin).at(position * a.cos_sin_row + fx.Int64(angle))
+        cos, _ = _load(angles, build.rope_dtype)
+        sin, _ = _load(angles.at(half * rope_item), build.rope_dtype)
+
+        normed = gemma_norm(_vector(raw), _vector(weights), a.eps, lanes)
+        turned = normed
+        if part < 2 * half_lanes:
+            turned = rotate(normed, _vector(cos), _vector(sin), part, half_lanes)
+        rounded = _rounded_words([turned[i] for i in range(LANE_VALUES)], dtype)
+        is_v = kind.before_index & (head >= first_v)
+        words = [is_v.select(v, n) for v, n in zip(raw_words, rounded, strict=True)]
+
+        if kind.is_query:
+            count = either(fx.Int32(q_heads), fx.Int32(index))
+            first = either(fx.Int32(0), fx.Int32(first_index))
+            vector = fx.Int64(token) * fx.Int64(count) + fx.Int64(head - first)
+            out = either(_address(a.q_out), _address(a.index_q_out))
+            place = global_address(out + vector * (dim * item)).at(part * (LANE_VALUES * item))
+            if live:
+                _store(place, words)
+        else:
+            slots = either(a.main_limit, a.index_limit)
+            target = _Target(
+                pick(
+                    fx.Int64(0),
+                    _address(a.main_pages) + fx.Int64((head - q_heads) * head_bytes),
+                    _address(a.main_pages) + fx.Int64((head - first_v) * head_bytes),
+                    fx.Int64(0),
+                    _address(a.index_pages),
+                ),
+                either(a.main_stride, a.index_stride),
+                pick(a.k_scale, a.k_scale, a.v_scale, a.index_scale, a.index_scale),
+                pick(*[fx.Int32(n) for n in data_offsets]),
+                pick(*[fx.Int32(n) for n in scale_offsets]),
+            )
+            if live & (slot >= fx.Int64(0)) & (slot < slots):
+                values = _values(words, dtype)
+                if fx.const_expr(index == 0 or build.index_dtype == build.main_dtype):
+                    _encode_and_store(values, target, slot, part, main_dtype, dim)
+                else:
+                    if kind.before_index:
+                        _encode_and_store(values, target, slot, part, main_dtype, dim)
+                    else:
+                        _encode_and_store(values, target, slot, part, index_dtype, dim)
+
+
+def compile_kernel(build: Build) -> Compiled:
     @flyc.kernel(name=build.symbol)
     def kernel(
         qkv: fx.Pointer,  # [tokens, heads * head_dim]
@@ -198,76 +277,20 @@ def compile_kernel(build: Build) -> Compiled:
         q_out: fx.Pointer,  # [tokens, q, head_dim]
         index_q_out: fx.Pointer,  # [tokens, index, head_dim]
     ):
+        a = SimpleNamespace(
+            qkv=qkv, qkv_row=qkv_row, tokens=tokens, weight_q=weight_q, weight_k=weight_k,
+            weight_index_q=weight_index_q, weight_index_k=weight_index_k, eps=eps,
+            cos_sin=cos_sin, cos_sin_row=cos_sin_row, max_position=max_position,
+            positions=positions, position_step=position_step, position_high=position_high,
+            main_slots=main_slots, main_slot_step=main_slot_step, main_slot_high=main_slot_high,
+            index_slots=index_slots, index_slot_step=index_slot_step,
+            index_slot_high=index_slot_high, main_pages=main_pages, main_stride=main_stride,
+            main_limit=main_limit, k_scale=k_scale, v_scale=v_scale, index_pages=index_pages,
+            index_stride=index_stride, index_limit=index_limit, index_scale=index_scale,
+            q_out=q_out, index_q_out=index_q_out,
+        )  # fmt: skip
         head = fx.Int32(fx.block_idx.y) * WAVES + wave_id()
-        lane = lane_id()
-        part = lane % lanes
-        token = fx.Int32(fx.block_idx.x) * build.wave_tokens + lane // lanes
-        live = token < tokens
-        t = live.select(token, tokens - 1)  # dead lanes load what the last token does
-        if head < build.heads:
-            kind = _Kind.of(build, head)
-            pick, either = kind.pick, kind.either
-
-            # First all loads, so that their latencies overlap.
-            offset = fx.Int64(head * (dim * item) + part * (LANE_VALUES * item))
-            raw, raw_words = _load(global_bytes(qkv).at(fx.Int64(t) * qkv_row + offset), dtype)
-            position = _integer(_address(positions), position_step, position_high, t)
-            slot = _integer(
-                either(_address(main_slots), _address(index_slots)),
-                either(main_slot_step, index_slot_step),
-                either(main_slot_high, index_slot_high),
-                t,
-            )
-            w = [_address(p) for p in (weight_q, weight_k, weight_index_q, weight_index_k)]
-            weight = global_address(pick(w[0], w[1], w[1], w[2], w[3]))
-            at = part * (LANE_VALUES * ITEM_BYTES[build.weight_dtype])
-            weights, _ = _load(weight.at(at), build.weight_dtype)
-            position = fx.max(fx.min(position, fx.Int64(max_position - 1)), fx.Int64(0))
-            angle = (part & (half_lanes - 1)) * (LANE_VALUES * rope_item)
-            angles = global_bytes(cos_sin).at(position * cos_sin_row + fx.Int64(angle))
-            cos, _ = _load(angles, build.rope_dtype)
-            sin, _ = _load(angles.at(half * rope_item), build.rope_dtype)
-
-            normed = gemma_norm(_vector(raw), _vector(weights), eps, lanes)
-            turned = normed
-            if part < 2 * half_lanes:
-                turned = rotate(normed, _vector(cos), _vector(sin), part, half_lanes)
-            rounded = _rounded_words([turned[i] for i in range(LANE_VALUES)], dtype)
-            is_v = kind.before_index & (head >= first_v)
-            words = [is_v.select(a, b) for a, b in zip(raw_words, rounded, strict=True)]
-
-            if kind.is_query:
-                count = either(fx.Int32(q_heads), fx.Int32(index))
-                first = either(fx.Int32(0), fx.Int32(first_index))
-                vector = fx.Int64(token) * fx.Int64(count) + fx.Int64(head - first)
-                out = either(_address(q_out), _address(index_q_out))
-                place = global_address(out + vector * (dim * item)).at(part * (LANE_VALUES * item))
-                if live:
-                    _store(place, words)
-            else:
-                slots = either(main_limit, index_limit)
-                target = _Target(
-                    pick(
-                        fx.Int64(0),
-                        _address(main_pages) + fx.Int64((head - q_heads) * head_bytes),
-                        _address(main_pages) + fx.Int64((head - first_v) * head_bytes),
-                        fx.Int64(0),
-                        _address(index_pages),
-                    ),
-                    either(main_stride, index_stride),
-                    pick(k_scale, k_scale, v_scale, index_scale, index_scale),
-                    pick(*[fx.Int32(n) for n in data_offsets]),
-                    pick(*[fx.Int32(n) for n in scale_offsets]),
-                )
-                if live & (slot >= fx.Int64(0)) & (slot < slots):
-                    values = _values(words, dtype)
-                    if fx.const_expr(index == 0 or build.index_dtype == build.main_dtype):
-                        _encode_and_store(values, target, slot, part, main_dtype, dim)
-                    else:
-                        if kind.before_index:
-                            _encode_and_store(values, target, slot, part, main_dtype, dim)
-                        else:
-                            _encode_and_store(values, target, slot, part, index_dtype, dim)
+        insert_head(build, a, head, fx.Int32(fx.block_idx.x) * build.wave_tokens)
 
     return _compile(kernel)
 

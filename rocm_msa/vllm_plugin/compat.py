@@ -183,6 +183,20 @@ def layout_asked_for() -> str | None:
     return envs.VLLM_KV_CACHE_LAYOUT
 
 
+def on_rocm() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_rocm()
+
+
+def aiter_asked_for_and_missing() -> bool:
+    """VLLM_ROCM_USE_AITER is set on ROCm and aiter is not there."""
+    from vllm import envs
+
+    asked = on_rocm() and envs.VLLM_ROCM_USE_AITER
+    return asked and importlib.util.find_spec("aiter") is None
+
+
 def mono_kernel_requested(vllm_config) -> bool:
     """0.33's `--kernel-config '{"monokernel": true}'`."""
     kernel_config = getattr(vllm_config, "kernel_config", None)

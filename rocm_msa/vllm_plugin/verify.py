@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rocm_msa import kernel_manifest
+from rocm_msa import kernel_manifest, launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
@@ -95,6 +95,7 @@ def resolve(vllm_config: Any) -> Serving:
     main_dtype = _dtype("--kv-cache-dtype", compat.cache_dtype_name(vllm_config), refusals)
     index_dtype = _dtype("indexer_kv_dtype", compat.indexer_dtype_name(vllm_config), refusals)
     _check_engine(vllm_config, options, refusals)
+    _check_quantization(vllm_config, refusals)
     if model is not None:
         length = vllm_config.model_config.max_model_len
         refusals.check(
@@ -146,13 +147,13 @@ def _options(vllm_config: Any, refusals: Refusals) -> Options:
 
 
 def _check_code_objects(folder: object, refusals: Refusals) -> None:
-    """A folder that is named must hold a manifest; kernels are checked where they are loaded."""
+    """A folder that is named must hold whole kernels, of these sources, for gfx950."""
     name = f"additional_config.{OPTIONS_KEY}.code_objects"
     if folder is None:
         return
     if refusals.check(isinstance(folder, str), expect(name, "a folder", repr(folder))):
         try:
-            kernel_manifest.read(Path(folder))
+            launcher.check(Path(folder))
         except kernel_manifest.ManifestError as error:
             refusals.check(False, f"{name}: {error}")
 
@@ -205,6 +206,11 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
     ):
         size = getattr(parallel, name, 1)
         check(size == 1, f"{flag}: expected 1, got {size}")
+    check(
+        not compat.aiter_asked_for_and_missing(),
+        "VLLM_ROCM_USE_AITER: the package aiter is not installed, so vLLM would pass over its "
+        "kernels; install it (AMD's image of vLLM holds it) or unset the variable",
+    )
     check(not parallel.enable_dbo, "--enable-dbo: not supported with these layers")
     check(vllm_config.lora_config is None, "--enable-lora: not supported with these layers")
     transfer = compat.kv_connector_options(vllm_config, CONNECTOR)
@@ -218,6 +224,24 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
             not parallel.enable_expert_parallel,
             "--enable-expert-parallel: not supported on the CPU",
         )
+
+
+def _check_quantization(vllm_config: Any, refusals: Refusals) -> None:
+    """`--quantization-config` adds to a quantised checkpoint; vLLM passes over it otherwise."""
+    model = vllm_config.model_config
+    if model.quantization_config is None:
+        return
+    if vllm_config.device_config.device_type == "cpu":
+        logger.warning(
+            "rocm-msa: --quantization-config has no effect on the CPU: weights are dequantised "
+            "while loading"
+        )
+        return
+    refusals.check(
+        model.quantization is not None,
+        "--quantization-config: the checkpoint is not quantised and no --quantization is given, "
+        "so vLLM would not apply it",
+    )
 
 
 def check_checkpoint(vllm_config: Any) -> None:

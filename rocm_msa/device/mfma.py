@@ -12,6 +12,9 @@ With row = lane % 16 and g = lane // 16 (0..3), a lane holds
 A product over k does not care for the order of k: with FP8 or bf16 on both sides any 32 (8) values
 may lie in a lane, as long as A and B agree lane group by lane group. Mixed operands and scales by
 block need the order above. To get D^T, swap A and B.
+
+Scales by block (OCP MX): the E8M0 byte of the block k = 32 g .. 32 g + 31 of a row lies in lane
+group g, whichever values that group holds.
 """
 
 from __future__ import annotations
@@ -41,6 +44,15 @@ def mfma_fp4_fp8(a, b, c) -> fx.Vector:
     return _f8f6f4(a, b, c, _E2M1, _E4M3)
 
 
+def mfma_mx(a, b, c, a_scale: fx.Int32, b_exponent: int = 0) -> fx.Vector:
+    """A with E8M0 scales by block x E4M3 2^b_exponent, K = 128.
+
+    a: 8 words of E4M3 or 4 of E2M1; a_scale: in its low byte the scale of the lane's block.
+    """
+    kind = _E4M3 if a.numel == FP8_WORDS else _E2M1
+    return _f8f6f4(a, b, c, kind, _E4M3, b_exponent, a_scale)
+
+
 def mfma_bf16(a, b, c) -> fx.Vector:
     """bf16 x bf16, K = 32; a, b: 4 words of two values."""
     operands = [x.bitcast(fx.BFloat16).ir_value() for x in (a, b)]
@@ -48,12 +60,16 @@ def mfma_bf16(a, b, c) -> fx.Vector:
     return fx.Vector(rocdl.mfma_f32_16x16x32_bf16(kind, [*operands, c.ir_value()]))
 
 
-def _f8f6f4(a, b, c, kind_a: int, kind_b: int, b_exponent: int = 0) -> fx.Vector:
+def _f8f6f4(
+    a, b, c, kind_a: int, kind_b: int, b_exponent: int = 0, a_scale: fx.Int32 | None = None
+) -> fx.Vector:
     kind = fx.Vector.make_type(4, fx.Float32)
     # Constant zero scales stand for the instruction without scales.
     scales = [0, 0, 0, 0]
-    if b_exponent:
-        scale_a, scale_b = (fx.Int32(_UNIT_SCALE + e).ir_value() for e in (0, b_exponent))
-        scales = [0, scale_a, 0, scale_b]  # the lowest byte of each
+    if b_exponent or a_scale is not None:
+        unit = fx.Int32(_UNIT_SCALE)
+        scale_a = unit if a_scale is None else a_scale
+        scale_b = fx.Int32(_UNIT_SCALE + b_exponent)
+        scales = [0, scale_a.ir_value(), 0, scale_b.ir_value()]  # the lowest byte of each
     operands = [a.ir_value(), b.ir_value(), c.ir_value(), kind_a, kind_b, *scales]
     return fx.Vector(rocdl.mfma_scale_f32_16x16x128_f8f6f4(kind, operands))

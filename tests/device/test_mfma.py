@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flydsl.expr as fx
+import pytest
 import torch
 
 from rocm_msa.device import mfma, wave
@@ -69,6 +70,41 @@ def test_fp4_with_fp8():
     run(body, [fp4_operand(codes), fp8_operand(b.view(torch.uint8)), out])
     a = torch.tensor([*e2m1.MAGNITUDES, *(-m for m in e2m1.MAGNITUDES)])[codes.long()]
     assert torch.allclose(matrix(out), a @ b.float().T, atol=1e-4)
+
+
+def scaled(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """fp32 [16, 128] times 2^exponents [16, 4] by blocks of 32."""
+    return values * (2.0 ** exponents.float()).repeat_interleave(32, 1)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_scales_by_block(kind):
+    def body(a, b, scales, out):
+        lane = wave.lane_id()
+        lo, hi = (b.load(fx.Uint32, 4, offset=lane * 32 + i) for i in (0, 16))
+        right = lo.shuffle(hi, list(range(8)))
+        if kind == "fp4":
+            left = a.load(fx.Uint32, 4, offset=lane * 16)
+        else:
+            lo, hi = (a.load(fx.Uint32, 4, offset=lane * 32 + i) for i in (0, 16))
+            left = lo.shuffle(hi, list(range(8)))
+        scale = fx.Int32(scales.load(fx.Uint8, offset=lane)) & 0xFF
+        total = mfma.mfma_mx(left, right, mfma.zeros(), scale)
+        out.store(mfma.mfma_mx(left, right, total, scale, b_exponent=-4), offset=lane * 16)
+
+    exponents = torch.randint(-3, 4, (16, 4), generator=torch.Generator().manual_seed(5))
+    b, out = random_fp8(6), torch.zeros(64, 4)
+    scales = (exponents[ROW, GROUP] + 127).to(torch.uint8)
+    if kind == "fp4":
+        codes = torch.randint(0, 16, (16, 128), generator=torch.Generator().manual_seed(7))
+        values = torch.tensor([*e2m1.MAGNITUDES, *(-m for m in e2m1.MAGNITUDES)])[codes]
+        left = fp4_operand(codes.to(torch.uint8))
+    else:
+        values = random_fp8(8).float()
+        left = fp8_operand(random_fp8(8).view(torch.uint8))
+    run(body, [left, fp8_operand(b.view(torch.uint8)), scales, out])
+    want = scaled(values, exponents) @ b.float().T * (1 + 2.0**-4)
+    assert torch.allclose(matrix(out), want, atol=1e-3)
 
 
 def test_bf16_accumulates():

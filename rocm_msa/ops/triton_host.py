@@ -77,6 +77,15 @@ def prefill_table(cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, tokens: in
     return table
 
 
+def target_of(x: torch.Tensor) -> str:
+    """What kernels on this tensor are compiled for: "cuda", an AMD name such as "gfx950", "cpu"."""
+    if not x.is_cuda:
+        return "cpu"
+    if torch.version.hip is None:
+        return "cuda"
+    return torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]
+
+
 def hopper(x: torch.Tensor) -> bool:
     """Whether the Gluon kernels for sm_90 run on this tensor's device."""
     return (

@@ -30,15 +30,6 @@ def factor(kind: int, op: tl.dtype, fast: bool) -> float:
     return 2.0**-7 if op is tl.bfloat16 else 2.0**-14
 
 
-def target_of(x: torch.Tensor) -> str:
-    """What kernels on this tensor are compiled for: "cuda", an AMD name such as "gfx950", "cpu"."""
-    if not x.is_cuda:
-        return "cpu"
-    if torch.version.hip is None:
-        return "cuda"
-    return torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]
-
-
 def operands(q: torch.Tensor, kind: int) -> tuple[tl.dtype, tl.dtype, int, int]:
     """(type of K, type of V, parts of a query, parts of a probability) for `product`.
 

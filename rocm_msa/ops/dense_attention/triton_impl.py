@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from rocm_msa.ops.dense_attention.plan import FEW, Tuning, select, select_few
-from rocm_msa.ops.triton_host import Geometry, aligned, hopper, scale
+from rocm_msa.ops.triton_host import Geometry, aligned, hopper, scale, target_of
 from rocm_msa.ops.triton_prefill import (
     LOG2E,
     factor,
@@ -28,7 +28,6 @@ from rocm_msa.ops.triton_prefill import (
     operands,
     page_side,
     product,
-    target_of,
 )
 from rocm_msa.ops.triton_prefill_merge import merge
 

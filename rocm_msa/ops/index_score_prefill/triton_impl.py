@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rocm_msa.ops.index_score_prefill.plan import Tuning, select
-from rocm_msa.ops.triton_host import Geometry, aligned, hopper, scale
+from rocm_msa.ops.triton_host import Geometry, aligned, hopper, scale, target_of
 from rocm_msa.ops.triton_prefill import (
     factor,
     find_tile,
@@ -25,7 +25,6 @@ from rocm_msa.ops.triton_prefill import (
     page_side,
     product,
     register_limit,
-    target_of,
 )
 
 _PLAIN = ["num_pages", "max_blocks", "requests", "rows", "out_head", "out_row", "run"]

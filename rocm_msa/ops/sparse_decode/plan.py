@@ -1,7 +1,9 @@
 """Units of sparse_decode and which rows are put together: functions of the shapes alone.
 
 The unit (aligned slots of a row's list that one program joins) and the tiles of rows do not change
-a row's bits, see merge.py: they are chosen for speed, on one H200.
+a row's bits, see merge.py: they are chosen for speed, on one H200. On AMD one warp works on a page:
+Triton gives the warps of a chain of two products their own rows, and where there are only 16 rows
+each of them would decode all keys.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ class Tuning:
         assert all(n > 0 and n & (n - 1) == 0 for n in (self.unit, self.tile, self.tile_rows))
 
 
-def select(rows: int, kv_heads: int, topk: int, kind: str, shared_pages: bool) -> Tuning:
+def select(
+    rows: int, kv_heads: int, topk: int, kind: str, shared_pages: bool, target: str
+) -> Tuning:
     """kind: "hopper" (its NVFP4 kernels), or the cache dtype of the portable kernels.
 
-    shared_pages: whether requests may have pages in common.
+    shared_pages: whether requests may have pages in common. target: see triton_host.target_of.
     """
     pairs = rows * kv_heads
     share = shared_pages and pairs >= _SHARE_ROWS and topk > 1
@@ -46,4 +50,5 @@ def select(rows: int, kv_heads: int, topk: int, kind: str, shared_pages: bool) -
     if kind == "hopper":
         return Tuning(unit, share)
     # Tiles of two rows: for larger ones Triton takes an instruction with another order of sums.
-    return Tuning(unit, share, stages=1 if kind == "nvfp4" else 2, tile_rows=2)
+    warps, stages = (4, 1 if kind == "nvfp4" else 2) if target == "cuda" else (1, 1)
+    return Tuning(unit, share, warps=warps, stages=stages, tile_rows=2)

@@ -21,7 +21,15 @@ from rocm_msa.ops.sparse_decode import portable
 from rocm_msa.ops.sparse_decode.merge import merge_kernel
 from rocm_msa.ops.sparse_decode.plan import Tuning, select
 from rocm_msa.ops.sparse_decode.sharing import Sharing, plan
-from rocm_msa.ops.triton_host import Geometry, aligned, converts_e4m3, hopper, operand_types, scale
+from rocm_msa.ops.triton_host import (
+    Geometry,
+    aligned,
+    converts_e4m3,
+    hopper,
+    operand_types,
+    scale,
+    target_of,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -56,7 +64,7 @@ def run(
         return out, lse.fill_(float("-inf"))
     hop = fast and _on_hopper(q, cache, g, topk)
     kind = "hopper" if hop else cache.dtype.value
-    t = tuning or select(rows, cache.kv_heads, topk, kind, shared_pages)
+    t = tuning or select(rows, cache.kv_heads, topk, kind, shared_pages, target_of(q))
     group = q_heads // cache.kv_heads
     units = triton.cdiv(topk, t.unit)
     programs = rows * cache.kv_heads * units
@@ -157,7 +165,7 @@ def _portable(q, cache, g, lists, qk_scale, part, part_ml, units, sharing, t, co
     if sharing is not None:
         portable.shared_kernel[(programs,)](
             q, *q.stride(), cache.pages, cache.block_stride, qk_scale, part, part_ml, units,
-            *_lists(sharing), R=t.tile_rows, num_warps=4, **constants,
+            *_lists(sharing), R=t.tile_rows, num_warps=t.warps, **constants,
         )  # fmt: skip
 
 

@@ -30,8 +30,9 @@ from rocm_msa.ops.triton_host import (
     hopper,
     prefill_table,
     scale,
+    target_of,
 )
-from rocm_msa.ops.triton_prefill import LOG2E, factor, operands, page_side, product, target_of
+from rocm_msa.ops.triton_prefill import LOG2E, factor, operands, page_side, product
 from rocm_msa.ops.triton_prefill_merge import merge
 
 _PLAIN = ["first_token", "topk", "num_pages", "most_items", "size"]

@@ -1,0 +1,68 @@
+"""Check an installed rocm-msa without a GPU: every module imports, no compiler is needed, kernels
+are whole.
+
+Options: --no-vllm leaves the plugin out, --kernels N asks for at least N compiled kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import pkgutil
+import sys
+
+PACKAGES = ("rocm_msa", "dcp", "mono_kernel")
+COMPILER = "flydsl"
+
+
+def traced(module: str) -> bool:
+    """Code that only the compiler reads: device functions and the kernels themselves."""
+    last = module.rpartition(".")[2]
+    device = module.startswith("rocm_msa.device")
+    return device or last.startswith("flydsl_") or last.endswith("_kernel")
+
+
+def module_names(skip: tuple[str, ...]) -> list[str]:
+    names = []
+    for package in filter(importlib.util.find_spec, PACKAGES):
+        path = importlib.import_module(package).__path__
+        names += [info.name for info in pkgutil.walk_packages(path, f"{package}.")]
+    return [name for name in names if not name.startswith(skip)]
+
+
+def import_all(names: list[str]) -> int:
+    """Import without the compiler, whether it is installed or not; how many did."""
+    sys.modules[COMPILER] = None  # an import of it fails
+    done = 0
+    for name in names:
+        try:
+            importlib.import_module(name)
+            done += 1
+        except ImportError as error:
+            needs_compiler = (error.name or "").partition(".")[0] == COMPILER
+            if not (needs_compiler and traced(name)):
+                sys.exit(f"{name} does not import: {error}")
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--kernels", type=int, default=1)
+    options = parser.parse_args()
+    done = import_all(module_names(("rocm_msa.vllm_plugin",) if options.no_vllm else ("-",)))
+    if not options.no_vllm:
+        importlib.import_module("rocm_msa.vllm_plugin").register()
+    launcher = importlib.import_module("rocm_msa.launcher")
+    try:
+        kernels = launcher.check(launcher.PACKAGE_DIRECTORY) if options.kernels else []
+    except RuntimeError as error:
+        sys.exit(str(error))
+    if len(kernels) < options.kernels:
+        sys.exit(f"expected at least {options.kernels} compiled kernels, got {len(kernels)}")
+    print(f"self-test: {len(kernels)} kernels, {done} modules import")
+
+
+if __name__ == "__main__":
+    main()

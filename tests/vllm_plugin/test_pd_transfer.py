@@ -82,10 +82,12 @@ def test_many_loads_at_once():
 
 
 @contextlib.contextmanager
-def silent_port():
-    """A port that is taken and where nobody answers."""
+def silent_port(listens=True):
+    """A port that is taken and where nobody answers, or where nobody listens."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
+        if listens:
+            nobody.listen(100)
         yield nobody.getsockname()[1]
 
 
@@ -96,6 +98,19 @@ def test_no_answer_is_a_failure_after_one_retry():
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)["retries"] == 1
         assert counts(target)["failed_handshake"] == 1
+
+
+def test_an_engine_that_is_gone_is_no_wait():
+    """A refused connection fails a load that would have waited for minutes; a gone one as well."""
+    with sides() as (source, target), silent_port(listens=False) as port:
+        source.leases.hold("a")
+        target.load(source, "a", [1], [1])
+        assert only(target.run()) == ({"a"}, set())
+        source.server.close()
+        for gone in (source.port, port):
+            client = target.ranks[0].client
+            answer = client.ask("127.0.0.1", gone, source.engine, "renew", requests=[])
+            assert "nobody listens" in str(answer.exception(timeout=PATIENCE / 2))
 
 
 def test_courtesies_to_a_silent_engine_do_not_hold_up_others():
@@ -128,7 +143,6 @@ def test_prefill_gone_between_handshake_and_read():
         assert only(target.run()) == ({"a"}, set())
         source.server.close()
         source.ranks[0].agent.close()
-        target.ranks[0].client.timeout = 0.3
         target.load(source, "b", HERE, THERE)
         assert only(target.run()) == (set(), {"b"})
         # The memory is this process's, so the read itself may still succeed; the commit cannot.

@@ -31,6 +31,7 @@ logger = logging.getLogger("vllm.rocm_msa.nixl")
 
 _POLL_MS = 100
 _CLIENT_THREADS = 8
+_PROBE_SECONDS = 1.0
 
 
 class ControlError(RuntimeError):
@@ -124,6 +125,9 @@ class ControlServer:
 class ControlClient:
     """Asks control servers from a few threads; an answer or an error comes within the timeout.
 
+    ZeroMQ connects again and again and says nothing of it, so a late answer makes the client look
+    whether the port still takes connections: a server that is gone is an error at once.
+
     A courtesy (a message that nobody waits for) to a server that has just been silent is not sent,
     so that many of them cannot hold up questions to other servers. `clock` gives seconds.
     """
@@ -140,14 +144,16 @@ class ControlClient:
     ) -> Future:
         """The answer's map; raises ControlError or Refused from the future."""
         message = {"wire": WIRE_VERSION, "to": engine, "op": op, **fields}
-        address = f"tcp://{_bracketed(host)}:{port}"
-        return self._threads.submit(self._call, address, message, courtesy)
+        return self._threads.submit(self._call, host, port, message, courtesy)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._context.destroy(linger=0)
 
-    def _call(self, address: str, message: dict[str, Any], courtesy: bool) -> dict[str, Any]:
+    def _call(
+        self, host: str, port: int, message: dict[str, Any], courtesy: bool
+    ) -> dict[str, Any]:
+        address = f"tcp://{_bracketed(host)}:{port}"
         if courtesy and self._clock() < self._silent_until.get(address, 0.0):
             raise ControlError(f"{message['op']}: {address} has been silent, not asked")
         sockets = self._local.__dict__.setdefault("sockets", {})
@@ -156,9 +162,10 @@ class ControlClient:
         socket = sockets[address]
         try:
             socket.send(msgspec.msgpack.encode(message))
-            if not socket.poll(int(self.timeout * 1000)):
+            problem = self._wait(socket, host, port)
+            if problem:
                 self._silent_until[address] = self._clock() + self.timeout
-                raise ControlError(f"{message['op']}: no answer from {address} in {self.timeout} s")
+                raise ControlError(f"{message['op']}: {address}: {problem}")
             answer = msgspec.msgpack.decode(socket.recv())
             self._silent_until.pop(address, None)
         except BaseException as error:
@@ -171,6 +178,22 @@ class ControlClient:
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer
+
+    def _wait(self, socket: zmq.Socket, host: str, port: int) -> str | None:
+        """Until an answer is there; else why none will come."""
+        end = time.monotonic() + self.timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            if socket.poll(int(1000 * min(left, _PROBE_SECONDS))):
+                return None
+            if left <= _PROBE_SECONDS:
+                return f"no answer in {self.timeout} s"
+            try:
+                socket_module.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+            except ConnectionRefusedError:
+                return "nobody listens there any more"
+            except OSError:
+                continue  # slow, or a name that does not resolve just now
 
     def _connect(self, address: str) -> zmq.Socket:
         socket = self._context.socket(zmq.REQ)

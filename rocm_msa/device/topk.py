@@ -6,16 +6,15 @@ element". Position: 64 r + lane of register r. All of a wave's lanes take part.
 
 from __future__ import annotations
 
+import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import rocdl
 
-from rocm_msa.device.wave import WAVE, lane_id
+from rocm_msa.device.wave import TO_LATER_LANES, WAVE, lane_id, with_lane
 
 ABSENT = 0
+_LARGEST_ID = 2**31 - 1
 NAN_KEY = 1  # below -inf, whose key is 0x007FFFFF
-
-# DPP control and row mask: lanes 1, 2, 4, 8 to the left in a row, then the rows before.
-_TO_LAST_LANE = ((0x111, 15), (0x112, 15), (0x114, 15), (0x118, 15), (0x142, 0xA), (0x143, 0xC))
 
 
 def order_key(score, present):
@@ -57,9 +56,43 @@ def top_positions(keys: list, count: int):
     return best_key, best_place
 
 
+@flyc.jit
+def top_candidates(keys, ids, count):
+    """The `count` <= 64 best of the wave's (key, id) pairs: highest key, then the lower id.
+
+    Args:
+        keys, ids: of each register; ids >= 0 and distinct where the key is not ABSENT.
+
+    Returns:
+        (key, id): lane i holds those of rank i; ABSENT and -1 from where no element is left.
+    """
+    best_key, best_id = fx.Uint32(ABSENT), fx.Int32(-1)
+    left = fx.Vector.from_elements(keys, fx.Uint32)
+    for rank in range(0, count, 1):  # a loop at run time: unrolled it would be most of a kernel
+        head = left[0]
+        for r in fx.range_constexpr(1, len(keys)):
+            head = fx.Uint32(fx.max(head, left[r]))
+        top = _wave_max(head)
+        least = fx.Uint32(0)  # the lowest id is the largest complement
+        for r in fx.range_constexpr(len(keys)):
+            complement = fx.Uint32(fx.Int32(_LARGEST_ID) - ids[r])
+            complement = (left[r] == top).select(complement, fx.Uint32(0))
+            least = fx.Uint32(fx.max(least, complement))
+        found = fx.Int32(_LARGEST_ID) - fx.Int32(_wave_max(least))
+        found = (top != fx.Uint32(ABSENT)).select(found, fx.Int32(-1))
+        best_key = with_lane(best_key, fx.Int32(rank), top)
+        best_id = with_lane(best_id, fx.Int32(rank), found)
+        rest = []
+        for r in fx.range_constexpr(len(keys)):
+            taken = (left[r] == top) & (ids[r] == found)
+            rest.append(taken.select(fx.Uint32(ABSENT), left[r]))
+        left = fx.Vector.from_elements(rest, fx.Uint32)
+    return best_key, best_id
+
+
 def _wave_max(key: fx.Uint32) -> fx.Uint32:
     """Maximum of the 64 lanes, in a scalar register: one v_max_u32_dpp a step."""
-    for control, rows in _TO_LAST_LANE:
+    for control, rows in TO_LATER_LANES:
         zero, bits = fx.Uint32(0).ir_value(), key.ir_value()
         moved = rocdl.update_dpp(fx.Int32.ir_type, zero, bits, control, rows, 0xF, False)
         key = fx.Uint32(fx.max(key, fx.Uint32(moved)))

@@ -16,6 +16,8 @@ ROW = 16
 # DPP controls that exchange lanes within a row, and between them reach all 16.
 _QUAD_SWAP_1, _QUAD_SWAP_2 = 0xB1, 0x4E  # quad_perm [1, 0, 3, 2] and [2, 3, 0, 1]
 _HALF_MIRROR, _MIRROR = 0x141, 0x140
+# DPP control and row mask: lanes 1, 2, 4, 8 before in a row, then the last lane of the rows before.
+TO_LATER_LANES = ((0x111, 15), (0x112, 15), (0x114, 15), (0x118, 15), (0x142, 0xA), (0x143, 0xC))
 
 
 def lane_id() -> fx.Int32:
@@ -36,6 +38,52 @@ def uniform(value):
 def lane_value(value, lane: int):
     """The value of one lane in a scalar register (v_readlane), 32 bits."""
     return type(value)(rocdl.readlane(value.dtype.ir_type, value.ir_value(), lane))
+
+
+def with_lane(value, lane: fx.Int32, new):
+    """`value` with that of one lane, a scalar, replaced by a scalar (v_writelane), 32 bits."""
+    kind = value.dtype
+    bits = [x.bitcast(fx.Int32).ir_value() for x in (new, lane, value)]
+    name = "llvm.amdgcn.writelane.i32"
+    return fx.Int32(llvm.call_intrinsic(fx.Int32.ir_type, name, bits, [], [])).bitcast(kind)
+
+
+class Scalars:
+    """Scalars that lie in the lanes of one vector register and are read where they are used.
+
+    For kernels with more arguments than scalar registers: `kept.name` is a v_readlane, which the
+    compiler does not move out of loops. 64-bit numbers and pointers take two lanes; a pointer is
+    read as an Int64. Other values are given back as they are.
+    """
+
+    def __init__(self, values: dict) -> None:
+        word, places, at = fx.Int32(0), {}, 0
+        for name, value in values.items():
+            if isinstance(value, fx.Pointer):
+                value = fx.Int64(llvm.ptrtoint(fx.Int64.ir_type, value.llvm_ptr))
+            if not hasattr(value, "bitcast"):
+                places[name] = value
+                continue
+            kind, wide = value.dtype, value.dtype.width == 64
+            parts = [value] if not wide else [fx.Int32(value), fx.Int32(value >> 32)]
+            for i, part in enumerate(parts):
+                word = with_lane(word, fx.Int32(at + i), part.bitcast(fx.Int32))
+            places[name] = (kind, at, wide)
+            at += len(parts)
+        assert at <= WAVE, f"{at} words"
+        self.__dict__.update(_places=places, _word=word)
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or name not in self._places:
+            raise AttributeError(name)
+        place = self._places[name]
+        if not isinstance(place, tuple):
+            return place
+        kind, at, wide = place
+        low = lane_value(self._word, at)
+        if not wide:
+            return low.bitcast(kind)
+        return (fx.Int64(lane_value(self._word, at + 1)) << 32) | fx.Int64(fx.Uint32(low))
 
 
 def high_product(a: fx.Uint32, b: fx.Uint32) -> fx.Uint32:
@@ -109,6 +157,14 @@ def wave_any(condition: fx.Boolean) -> fx.Boolean:
 def wave_or(x: fx.Int32) -> fx.Int32:
     """Bitwise OR of the 64 lanes, in all of them."""
     return _across_rows(row_reduce(x, lambda a, b: a | b), lambda a, b: a | b)
+
+
+def inclusive_sum(x: fx.Int32) -> fx.Int32:
+    """In lane i the sum of lanes 0 .. i: one v_add_u32_dpp a step."""
+    for control, rows in TO_LATER_LANES:
+        zero, bits = fx.Int32(0).ir_value(), x.ir_value()
+        x = x + fx.Int32(rocdl.update_dpp(fx.Int32.ir_type, zero, bits, control, rows, 0xF, False))
+    return x
 
 
 def _f32(intrinsic: str, x: fx.Float32) -> fx.Float32:

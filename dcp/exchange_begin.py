@@ -1,0 +1,111 @@
+"""Phases 0 to 2 of the exchange on gfx950: the batch, push, be here. README.md: the protocol."""
+
+from __future__ import annotations
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import rocdl
+
+from dcp.exchange_places import (
+    START_TIMES,
+    THREADS,
+    buffer_at,
+    owned_blocks,
+    query_at,
+    row_range,
+)
+from dcp.mailbox_layout import SCRUB_WORDS, WORD
+from dcp.shard import Site
+from rocm_msa.device import mailbox
+from rocm_msa.device.memory import global_address
+from rocm_msa.device.wave import WAVE, inclusive_sum, lane_id, lane_value, uniform, wave_id
+from rocm_msa.ops.flydsl_host import SCORE_WAVES
+
+_MIX = 0x61C88647  # odd: multiples of it are a permutation of 32-bit numbers
+
+
+@flyc.jit
+def survey(a, prefix):
+    """Blocks that this rank scores: of the requests before each one into LDS; in all.
+
+    And the digest of the rows' block counts, on which all ranks must agree.
+    """
+    lane, wave = lane_id(), wave_id()
+    total, mark = fx.Int32(0), fx.Int32(0)
+    for first in range(0, a.requests + 1, WAVE):
+        request = fx.Int32(first) + lane
+        known = request < a.requests
+        longest = fx.Int32(0)
+        for i in range(0, a.rows_per_request, 1):
+            row = known.select(request, fx.Int32(0)) * a.rows_per_request + fx.Int32(i)
+            _, last, count = row_range(a, row)
+            longest = fx.max(longest, last)
+            mixed = (count + 1) * ((row * 2 + 1) * fx.Int32(_MIX) | 1)
+            mark = mark + known.select(mixed ^ (mixed >> 15), fx.Int32(0))
+        owned = known.select(owned_blocks(a, a.rank, longest), fx.Int32(0))
+        upto = inclusive_sum(owned)
+        if wave == 0:
+            # Writer: wave 0. Reader: all waves, after the kernel's first barrier.
+            prefix.store(total + upto - owned, offset=request * 4)
+        total = total + lane_value(upto, WAVE - 1)
+    return total, lane_value(inclusive_sum(mark), WAVE - 1)
+
+
+@flyc.jit
+def push(a):
+    """Hello, and the queries of the heads that this rank pushes, to every rank."""
+    lane, group, wave = lane_id(), fx.block_idx.x, wave_id()
+    if (group == 0) & (wave == 0) & (lane < a.ranks):
+        there = mailbox.mailbox_of(a, lane).at(a.buffer + fx.Int64(a.places.hello))
+        mailbox.post(a, there.at(fx.Int64(a.rank) * WORD), a.digest)
+    heads = a.shard.heads_per_rank
+    pushes = a.rank % a.shard.replicas == 0
+    items = pushes.select(a.requests * a.rows_per_request * heads, fx.Int32(0))
+    for item in range(group * SCORE_WAVES + wave, items, a.workgroups * SCORE_WAVES):
+        item = fx.Int32(item)
+        row, own = fx.Int64(item // heads), item % heads
+        place = global_address(a.index_q).at(row * fx.Int64(a.q_row) + fx.Int64(own * a.q_head))
+        word = place.load(fx.Uint32, offset=lane * 4, align=4)
+        head = a.rank // a.shard.replicas * heads + own
+        to = a.buffer + query_at(a, head, row) + fx.Int64(lane * WORD)
+        for peer in fx.range_constexpr(a.ranks):
+            mailbox.post(a, mailbox.mailbox_of(a, peer).at(to), word)
+
+
+@flyc.jit
+def scrub(a, launch):
+    """Clear a chunk of the buffer that nobody touches now: the last workgroup's threads."""
+    if fx.block_idx.x == a.workgroups - 1:
+        chunk = (launch >> 2) & fx.Int64(a.chunks - 1)
+        place = global_address(a.own).at(buffer_at(a, launch + 2) + chunk * (SCRUB_WORDS * WORD))
+        for i in fx.range_constexpr(SCRUB_WORDS // THREADS):
+            mailbox.clear(place.at((fx.thread_idx.x + i * THREADS) * WORD))
+
+
+@flyc.jit
+def all_here(a):
+    """Wait for the hello of every rank; whether all are here with this rank's digest."""
+    lane = lane_id()
+    peer = (lane < a.ranks).select(lane, fx.Int32(0))
+    place = global_address(a.own).at(a.buffer + fx.Int64(peer * WORD) + a.places.hello)
+    found, ok = mailbox.collect(a, [place], [lane < a.ranks], [peer], int(Site.START), START_TIMES)
+    digest = fx.Int32(found[0])
+    same = fx.Int32(0)  # ranks with this lane's digest
+    for other in fx.range_constexpr(a.ranks):
+        same = same + (digest == lane_value(digest, other)).select(fx.Int32(1), fx.Int32(0))
+    least = same
+    odd = fx.Int32(0)
+    for step in fx.range_constexpr(a.ranks):
+        other = a.ranks - 1 - step
+        count = lane_value(same, other)
+        fewer = count <= least
+        odd = fewer.select(fx.Int32(other), odd)
+        least = fewer.select(count, least)
+    agreed = fx.Int64(rocdl.ballot(fx.Int64.ir_type, (same != a.ranks).ir_value())) == 0
+    if ok & (agreed == False):  # noqa: E712
+        culprit = odd
+        if fx.const_expr(a.ranks == 2):
+            culprit = 1 - a.rank
+        mailbox.fail(a, int(Site.SHAPE), uniform(culprit))
+    heard = mailbox.hear(a)
+    return ok & agreed & (heard == False)  # noqa: E712

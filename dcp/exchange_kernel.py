@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from dcp.exchange_begin import all_here, push, scrub, survey
+from dcp.exchange_begin_kernel import all_here, push, scrub, survey
 from dcp.exchange_gfx950 import MAX_REQUESTS, Build
-from dcp.exchange_places import THREADS, buffer_at, places
-from dcp.exchange_score import score, send_candidates
-from dcp.exchange_select import select
+from dcp.exchange_places_kernel import THREADS, buffer_at, places
+from dcp.exchange_score_kernel import score, send_candidates
+from dcp.exchange_select_kernel import select
 from dcp.mailbox_layout import WORD
 from dcp.plan import Results
 from dcp.shard import Shard

@@ -6,7 +6,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import rocdl
 
-from dcp.exchange_places import (
+from dcp.exchange_places_kernel import (
     START_TIMES,
     THREADS,
     buffer_at,

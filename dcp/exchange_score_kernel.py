@@ -13,7 +13,7 @@ import flydsl.expr as fx
 from flydsl.expr import rocdl
 
 from dcp.exchange_gfx950 import QUERY_WORDS
-from dcp.exchange_places import (
+from dcp.exchange_places_kernel import (
     OWN_TIMES,
     QUERY_TIMES,
     first_owner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from dcp.exchange_places import RESULT_TIMES, owned_blocks, result_at, row_range
+from dcp.exchange_places_kernel import RESULT_TIMES, owned_blocks, result_at, row_range
 from dcp.mailbox_layout import WORD
 from dcp.shard import Site
 from rocm_msa.device import mailbox

@@ -1,0 +1,442 @@
+"""Traced code of the exchange in Triton; README.md has the protocol, exchange_triton.py runs it.
+
+A program is one warp. It takes an equal part of the blocks that this rank scores, in the order of
+the requests, a block at a time; all else is dealt to the programs one (row, head) at a time. A
+program that gives up goes on to the end without sending or selecting anything.
+
+    batch   tuple: num_blocks int32 pointer [rows], requests, rows_per_request, max_blocks,
+            init_blocks, local_blocks
+    end     tuple, see triton_mailbox.py
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dcp import triton_mailbox as box
+from dcp.mailbox_layout import BUFFERS, SCRUB_WORDS
+from dcp.shard import Site
+from rocm_msa.ops.triton_common import page_halves
+
+TILE = 32  # tokens of a product
+CHUNK = 128  # keys that are ranked at a time
+# Bounds of the waits in units of the launch's patience: who misses a message itself reports first.
+_START, _QUERIES, _OWN, _RESULTS = (tl.constexpr(times) for times in (1, 2, 3, 4))
+_NO_START, _NO_QUERIES, _NO_RESULTS, _OTHER_SHAPE = (
+    tl.constexpr(int(site)) for site in (Site.START, Site.QUERIES, Site.RESULTS, Site.SHAPE)
+)
+_BUFFERS, _SCRUB = tl.constexpr(BUFFERS), tl.constexpr(SCRUB_WORDS)
+_TILE, _CHUNK = tl.constexpr(TILE), tl.constexpr(CHUNK)
+_ABSENT = tl.constexpr(-(1 << 60))
+
+
+@triton.jit
+def _row_range(batch, row, known):
+    """(init, last, nb) of rows: their candidates are the blocks [init, last)."""
+    count = tl.load(batch[0] + row, mask=known, other=0)
+    count = tl.maximum(tl.minimum(count, batch[3]), 0)
+    init = tl.minimum(batch[4], count)
+    return init, tl.maximum(count - batch[5], init), count
+
+
+@triton.jit
+def _owned(rank, blocks, RANKS: tl.constexpr):
+    """How many of the first `blocks` blocks a rank scores."""
+    return tl.maximum(blocks - rank + (RANKS - 1), 0) // RANKS
+
+
+@triton.jit
+def _order_key(score):
+    """int32 bits of the key: monotone in fp32, -0 equal to +0, NaN (1) below -inf; never 0."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) | -2147483648)
+    return tl.where(score == score, key, 1)
+
+
+@triton.jit
+def _survey(batch, rank, RANKS: tl.constexpr, REQUESTS: tl.constexpr):
+    """Blocks that this rank scores: up to each request `[REQUESTS]`; a digest of all row counts."""
+    request = tl.arange(0, REQUESTS)
+    known = request < batch[1]
+    longest, mark = tl.zeros((REQUESTS,), tl.int32), tl.zeros((REQUESTS,), tl.int32)
+    for i in range(batch[2]):
+        row = request * batch[2] + i
+        _, last, count = _row_range(batch, row, known)
+        longest = tl.maximum(longest, last)
+        mixed = (count + 1) * ((row * 2 + 1) * 0x61C88647 | 1)
+        mark += tl.where(known, mixed ^ (mixed >> 15), 0)
+    owned = tl.where(known, _owned(rank, longest, RANKS), 0)
+    return tl.cumsum(owned, 0), tl.sum(mark)
+
+
+@triton.jit
+def _push(
+    end, q, q_row, q_head, rows, seen, buffer, hello_at, queries_at, max_rows, scrub_mask,
+    buffers_at, buffer_words, OWN: tl.constexpr, REPLICAS: tl.constexpr,
+    W: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """Hello, and the queries of the heads that this rank pushes, to every rank; then clear."""
+    boxes, rank, gen = box.mailboxes(end, RANKS, R), end[4], end[5]
+    peers = tl.arange(0, R) < RANKS
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    if first == 0:
+        box.post(end, boxes + buffer + hello_at + rank, seen, peers, AMD)
+    items = tl.where(rank % REPLICAS == 0, rows * OWN, 0)
+    word = tl.arange(0, W)
+    for item in range(first, items, programs):
+        row, own = (item // OWN).to(tl.int64), item % OWN
+        payload = tl.load(q + row * q_row + own * q_head + word)
+        head = rank // REPLICAS * OWN + own
+        at = buffer + queries_at + (head * max_rows + row) * W + word
+        box.post(end, boxes[:, None] + at[None, :], payload[None, :], peers[:, None], AMD)
+    if first == programs - 1:
+        chunk = (gen // _BUFFERS) & scrub_mask
+        at = buffers_at + (gen + 2) % _BUFFERS * buffer_words + chunk * _SCRUB
+        box.clear(end[0] + at + tl.arange(0, _SCRUB), AMD)
+
+
+@triton.jit
+def _all_here(end, hello, RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr):
+    """Wait for the hello of every rank; whether all are here with this rank's digest."""
+    peer = tl.arange(0, R)
+    known = peer < RANKS
+    found, ok = box.collect(end, hello + peer, known, peer, _NO_START, _START, RANKS, R, AMD)
+    alike = (found[:, None] == found[None, :]) & known[:, None] & known[None, :]
+    same = tl.sum(alike.to(tl.int32), 1)  # ranks with each one's digest
+    agreed = tl.min(tl.where(known, same, RANKS)) == RANKS
+    odd = tl.min(tl.where(known, same * R + peer, RANKS * R)) % R
+    if RANKS == 2:
+        odd = 1 - end[4]
+    if ok & (agreed == 0):
+        box.fail(end, _OTHER_SHAPE, odd, RANKS, R, AMD)
+    return ok & agreed & (box.hear_first(end, RANKS, R, AMD) == 0)
+
+
+@triton.jit
+def _values(words, SHIFT: tl.constexpr, Q: tl.constexpr, QK: tl.constexpr):
+    return ((words >> SHIFT) & 0xFFFF).to(tl.uint16).to(Q, bitcast=True).to(QK)
+
+
+@triton.jit
+def _query_halves(
+    end, base, mine, pusher, W: tl.constexpr, KIND: tl.constexpr, Q: tl.constexpr,
+    QK: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """The two halves of the pairs' queries as page_halves has the keys': QK `[pairs, W]` each."""
+    PAIRS: tl.constexpr = base.shape[0]
+    if KIND == 0:  # even and odd head_dim
+        word = tl.arange(0, W)
+        place = base[:, None] + word[None, :]
+        wanted = tl.broadcast_to(mine[:, None], (PAIRS, W))
+        peer = tl.broadcast_to(pusher[:, None], (PAIRS, W))
+        words, ok = box.collect(end, place, wanted, peer, _NO_QUERIES, _QUERIES, RANKS, R, AMD)
+        return _values(words, 0, Q, QK), _values(words, 16, Q, QK), ok
+    else:  # first and second half
+        word = tl.arange(0, W // 2)
+        place = base[:, None] + word[None, :]
+        wanted = tl.broadcast_to(mine[:, None], (PAIRS, W // 2))
+        peer = tl.broadcast_to(pusher[:, None], (PAIRS, W // 2))
+        a, ok = box.collect(end, place, wanted, peer, _NO_QUERIES, _QUERIES, RANKS, R, AMD)
+        b, also = box.collect(
+            end, place + W // 2, wanted, peer, _NO_QUERIES, _QUERIES, RANKS, R, AMD
+        )
+        qa = tl.reshape(tl.join(_values(a, 0, Q, QK), _values(a, 16, Q, QK)), (PAIRS, W))
+        qb = tl.reshape(tl.join(_values(b, 0, Q, QK), _values(b, 16, Q, QK)), (PAIRS, W))
+        return qa, qb, ok & also
+
+
+@triton.jit
+def _block_scores(
+    qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES: tl.constexpr,
+    D: tl.constexpr, KIND: tl.constexpr, QK: tl.constexpr,
+):  # fmt: skip
+    """Scores of a full block for all pairs, fp32; -inf where there is no such page."""
+    good = (page >= 0) & (page < num_pages)
+    base = pages + tl.where(good, page, 0).to(tl.int64) * block_stride
+    best = tl.full((qa.shape[0],), float("-inf"), tl.float32)
+    for first in range(0, 128, _TILE):
+        token = first + tl.arange(0, _TILE)
+        ka, kb = page_halves(base, token, 0, K_SCALES, D, KIND, QK)
+        s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
+        s = tl.dot(qb, tl.trans(kb), acc=s, input_precision="ieee")
+        best = tl.maximum(best, tl.max(s, 1))
+    return tl.where(good, best * k_scale, float("-inf"))
+
+
+@triton.jit
+def _best_of_kept(place, begin, stop, id_step, id_first, K: tl.constexpr):
+    """The best of this rank's blocks [begin, stop) of one (row, head), in order `[K]`."""
+    ranks = _ABSENT - tl.arange(0, K).to(tl.int64)
+    for first in range(begin, stop, _CHUNK):
+        k = first + tl.arange(0, _CHUNK)
+        key = tl.load(place + k, mask=k < stop, other=0).to(tl.int64) & 0xFFFFFFFF
+        more = tl.topk(_ranked(key, k * id_step + id_first, k < stop), K)
+        ranks = tl.topk(tl.reshape(tl.join(ranks, more), (2 * K,)), K)
+    return ranks
+
+
+@triton.jit
+def _ranked(key, ids, present):
+    """Numbers that order as (key, lower id first); below 0: none. Keys int64, ids < 2^24."""
+    ids = ids.to(tl.int64)
+    return tl.where(present & (key != 0), key * 16777216 - ids, _ABSENT - ids)
+
+
+@triton.jit
+def _id_of(ranks):
+    return tl.where(ranks > 0, (-ranks) & 0xFFFFFF, -1).to(tl.int32)
+
+
+@triton.jit
+def _merge_scores(
+    end, line, sender_words, init, last, K: tl.constexpr, RANKS: tl.constexpr,
+    R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """(rank-ordered best, whether all came) of all blocks' scores of one (row, head)."""
+    best = _ABSENT - tl.arange(0, K).to(tl.int64)
+    ok, first = init == init, init
+    while (first < last) & ok:
+        block = first + tl.arange(0, _CHUNK)
+        sender = block % RANKS
+        place = line + sender * sender_words + block // RANKS
+        key, ok = box.collect(
+            end, place, block < last, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD
+        )
+        more = tl.topk(_ranked(key, block, block < last), K)
+        best = tl.topk(tl.reshape(tl.join(best, more), (2 * K,)), K)
+        first += _CHUNK
+    return best, ok
+
+
+@triton.jit
+def _merge_candidates(
+    end, line, sender_words, init, last, TOPK: tl.constexpr, K: tl.constexpr,
+    RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """The same of every rank's best blocks."""
+    listed = tl.arange(0, R * K)
+    sender, i = listed // K, listed % K
+    some = _owned(sender, init, RANKS) < _owned(sender, last, RANKS)
+    wanted = some & (sender < RANKS) & (i < TOPK)
+    place = line + sender * sender_words + i
+    key, ok = box.collect(end, place, wanted, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD)
+    block, also = box.collect(
+        end, place + TOPK, wanted, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD
+    )
+    return tl.topk(_ranked(key, block, wanted), K), ok & also
+
+
+@triton.jit
+def _score(
+    end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages, block_stride,
+    num_pages, k_scale, max_rows, slots, result_words, HEADS: tl.constexpr, OWN: tl.constexpr,
+    REPLICAS: tl.constexpr, SCORES: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr,
+    K_SCALES: tl.constexpr, KIND: tl.constexpr, Q: tl.constexpr, QK: tl.constexpr,
+    RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """Score this program's part of the blocks, and send or keep their order keys.
+
+    q_at, r_at: words of a mailbox, where this launch's queries and results lie.
+    """
+    W: tl.constexpr = D // 2
+    rank, total = end[4], tl.max(upto)
+    share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
+    at = tl.program_id(0) * share
+    stop = tl.minimum(at + share, total)
+    pairs = batch[2] * HEADS
+    while (at < stop) & ok:
+        request = tl.sum((upto <= at).to(tl.int32))
+        start = tl.max(tl.where(upto <= at, upto, 0))
+        after = tl.minimum(tl.min(tl.where(upto > at, upto, 2147483647)), stop)
+        entries = table + request.to(tl.int64) * table_row
+        for first_pair in range(0, pairs, PAIRS):
+            p = first_pair + tl.arange(0, PAIRS)
+            mine = p < pairs
+            head, row = p % HEADS, request * batch[2] + p // HEADS
+            owner = head // OWN * REPLICAS
+            init, last, _ = _row_range(batch, row, mine)
+            queries = end[0] + q_at + (head * max_rows + row) * W
+            qa, qb, there = _query_halves(end, queries, mine, owner, W, KIND, Q, QK, RANKS, R, AMD)
+            ok = ok & there
+            result = r_at + (((head % OWN) * RANKS + rank) * max_rows + row) * result_words
+            kept = keys + (head * max_rows + row) * slots
+            for k in range(at - start, tl.where(ok, after - start, 0)):
+                block = k * RANKS + rank
+                page = tl.load(entries + block.to(tl.int64) * table_column)
+                score = _block_scores(
+                    qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES, D, KIND, QK
+                )
+                key, wanted = _order_key(score), mine & (block >= init) & (block < last)
+                if SCORES:
+                    for replica in tl.static_range(REPLICAS):
+                        to = tl.load(end[1] + owner + replica).to(tl.pointer_type(tl.int64))
+                        box.post(end, to + result + k, key, wanted, AMD)
+                else:
+                    tl.store(kept + k, key, mask=wanted)
+        at = after
+    return ok
+
+
+@triton.jit
+def _send_candidates(
+    end, batch, upto, ok, r_at, keys, flags, max_rows, slots, result_words, HEADS: tl.constexpr,
+    OWN: tl.constexpr, REPLICAS: tl.constexpr, TOPK: tl.constexpr, K: tl.constexpr,
+    REQUESTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """The best blocks of this rank, of every (row, head), to the owners."""
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    rank, total = end[4], tl.max(upto)
+    share = tl.maximum((total + programs - 1) // programs, 1)
+    every, slot = tl.arange(0, REQUESTS), tl.arange(0, K)
+    for item in range(first, batch[1] * batch[2] * HEADS, programs):
+        row, head = item // HEADS, item % HEADS
+        init, last, _ = _row_range(batch, row, True)
+        begin, stop = _owned(rank, init, RANKS), _owned(rank, last, RANKS)
+        if ok & (begin < stop):
+            start = tl.max(tl.where(every < row // batch[2], upto, 0))
+            ok = box.await_flags(
+                end, flags, (start + begin) // share, (start + stop - 1) // share, _NO_RESULTS,
+                _OWN, RANKS, R, AMD,
+            )  # fmt: skip
+            if ok:
+                kept = keys + (head * max_rows + row) * slots
+                best = _best_of_kept(kept, begin, stop, RANKS, rank, K)
+                key = tl.where(best > 0, (best + 0xFFFFFF) // 16777216, 0)
+                result = r_at + (((head % OWN) * RANKS + rank) * max_rows + row) * result_words
+                for replica in tl.static_range(REPLICAS):
+                    owner = head // OWN * REPLICAS + replica
+                    to = tl.load(end[1] + owner).to(tl.pointer_type(tl.int64)) + result
+                    box.post(end, to + slot, key, slot < TOPK, AMD)
+                    box.post(end, to + TOPK + slot, _id_of(best), slot < TOPK, AMD)
+    return ok
+
+
+@triton.jit
+def _select(
+    end, batch, ok, r_at, max_rows, result_words, out, out_head, out_row, out_slot,
+    OWN: tl.constexpr, SCORES: tl.constexpr, TOPK: tl.constexpr, K: tl.constexpr,
+    RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
+):  # fmt: skip
+    """Merge what all ranks sent for the own heads, and write the selection."""
+    slot = tl.arange(0, K)
+    sender_words = max_rows * result_words
+    for item in range(tl.program_id(0), batch[1] * batch[2] * OWN, tl.num_programs(0)):
+        row, own_head = item // OWN, item % OWN
+        init, last, count = _row_range(batch, row, True)
+        line = end[0] + r_at + (own_head * RANKS * max_rows + row) * result_words
+        best = _ABSENT - slot.to(tl.int64)
+        if ok:
+            if SCORES:
+                best, ok = _merge_scores(end, line, sender_words, init, last, K, RANKS, R, AMD)
+            else:
+                best, ok = _merge_candidates(
+                    end, line, sender_words, init, last, TOPK, K, RANKS, R, AMD
+                )
+        always = init + count - last
+        kept = tl.where(slot < init, slot, last + slot - init)
+        to = out + own_head.to(tl.int64) * out_head + row.to(tl.int64) * out_row
+        kept, ranked = tl.where(ok, kept, -1), tl.where(ok, _id_of(best), -1)
+        tl.store(to + slot * out_slot, kept, mask=slot < tl.minimum(always, TOPK))
+        tl.store(to + (always + slot) * out_slot, ranked, mask=slot < TOPK - always)
+
+
+_PLAIN = [
+    "q_row", "q_head", "num_pages", "table_row", "requests", "rows_per_request",
+    "max_blocks", "init_blocks", "local_blocks", "launch", "rank", "patience", "max_rows",
+    "slots", "result_words", "buffer_words", "results_at", "scrub_mask", "out_head", "out_row",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=["num_blocks"])
+def exchange_kernel(
+    q,  # int32 [rows, own heads, D / 2]: pairs of 16-bit values
+    q_row,  # in elements of q
+    q_head,
+    pages,  # uint8 [num_pages, page bytes]
+    block_stride,  # bytes
+    num_pages,
+    k_scale,
+    table,  # int32 [requests, max_blocks]
+    table_row,
+    table_column,
+    num_blocks,  # int32 [rows]
+    requests,
+    rows_per_request,
+    max_blocks,
+    init_blocks,
+    local_blocks,
+    launch,  # digest of what the host knows
+    addresses,  # int64 [RANKS + 1]: of all mailboxes, of the host's error word
+    rank,
+    state,  # int64 words, Geometry.state
+    patience,  # ticks
+    max_rows,  # Geometry.rows, slots, result_words
+    slots,
+    result_words,
+    buffer_words,
+    results_at,  # words, in a buffer
+    scrub_mask,  # chunks - 1
+    out,  # int32 [own heads, rows, topk]
+    out_head,
+    out_row,
+    out_slot,
+    RANKS: tl.constexpr,
+    HEADS: tl.constexpr,  # of the model
+    TOPK: tl.constexpr,
+    SCORES: tl.constexpr,  # form of the results
+    BUFFERS_AT: tl.constexpr,  # words: in a mailbox, in a buffer, in the state
+    HELLO_AT: tl.constexpr,
+    QUERIES_AT: tl.constexpr,
+    ERROR_AT: tl.constexpr,
+    ARRIVALS_AT: tl.constexpr,
+    FLAGS_AT: tl.constexpr,
+    KEYS_AT: tl.constexpr,
+    R: tl.constexpr,  # powers of two: >= RANKS,
+    K: tl.constexpr,  # >= TOPK,
+    REQUESTS: tl.constexpr,  # >= requests
+    PAIRS: tl.constexpr,  # of a product
+    D: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    KIND: tl.constexpr,
+    Q: tl.constexpr,  # type of the queries
+    QK: tl.constexpr,  # of the operands
+    AMD: tl.constexpr,
+):
+    OWN: tl.constexpr = (HEADS + RANKS - 1) // RANKS
+    REPLICAS: tl.constexpr = (RANKS + HEADS - 1) // HEADS
+    # Writer: the launch before, its last program. The kernel boundary orders them.
+    gen = tl.load(state)
+    own_box = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    status = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int64))
+    end = (own_box, addresses, state + ERROR_AT, status, rank, gen, patience.to(tl.int64))
+    batch = (num_blocks, requests, rows_per_request, max_blocks, init_blocks, local_blocks)
+    max_rows = max_rows.to(tl.int64)
+    buffer = BUFFERS_AT + (gen % _BUFFERS) * buffer_words
+    q_at, r_at = buffer + QUERIES_AT, buffer + results_at
+    keys = (state + KEYS_AT).to(tl.pointer_type(tl.int32))
+    upto, mark = _survey(batch, rank, RANKS, REQUESTS)
+    seen = launch ^ mark
+    if box.hear_first(end, RANKS, R, AMD) == 0:
+        _push(
+            end, q, q_row, q_head, requests * rows_per_request, seen, buffer, HELLO_AT, QUERIES_AT,
+            max_rows, scrub_mask, BUFFERS_AT, buffer_words, OWN, REPLICAS, D // 2, RANKS, R, AMD,
+        )  # fmt: skip
+    ok = _all_here(end, own_box + buffer + HELLO_AT, RANKS, R, AMD)
+    ok = _score(
+        end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages,
+        block_stride, num_pages, k_scale, max_rows, slots, result_words, HEADS, OWN, REPLICAS,
+        SCORES, PAIRS, D, K_SCALES, KIND, Q, QK, RANKS, R, AMD,
+    )  # fmt: skip
+    if SCORES == 0:
+        flags = state + FLAGS_AT
+        box.raise_flag(end, flags + tl.program_id(0), AMD)
+        ok = _send_candidates(
+            end, batch, upto, ok, r_at, keys, flags, max_rows, slots, result_words, HEADS, OWN,
+            REPLICAS, TOPK, K, REQUESTS, RANKS, R, AMD,
+        )  # fmt: skip
+    _select(
+        end, batch, ok, r_at, max_rows, result_words, out, out_head, out_row, out_slot, OWN,
+        SCORES, TOPK, K, RANKS, R, AMD,
+    )  # fmt: skip
+    box.arrive(end, (state + ARRIVALS_AT).to(tl.pointer_type(tl.int32)), state)

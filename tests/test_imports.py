@@ -237,13 +237,15 @@ def test_packages_and_files_that_never_touch_torch():
 def test_flydsl_stays_in_device_code():
     """FlyDSL: in device/, traced files and the compiler shim, there inside functions.
 
-    Traced files: the ops' flydsl_*.py, dcp's *_kernel.py. device/ itself is for those alone. What
-    loads with an op: the test of heavy packages.
+    Traced files: the ops' flydsl_*.py, dcp's *_kernel.py, mono_kernel's layer.py and phases/.
+    device/ itself is for those alone. What loads with an op: the test of heavy packages.
     """
 
     def kernel_file(i: Import) -> bool:
         if under(i.module, "dcp"):
             return i.path.name.endswith("_kernel.py")
+        if under(i.module, "mono_kernel"):
+            return any(under(i.module, f"mono_kernel.{part}") for part in ("layer", "phases"))
         return under(i.module, "rocm_msa.ops") and i.path.name.startswith("flydsl_")
 
     faults = []

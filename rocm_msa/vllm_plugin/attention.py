@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 from rocm_msa import ops
 from rocm_msa.cache.paged import IndexCache, MainCache
+from rocm_msa.vllm_plugin.decode_cp import DecodeCp
 from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
 from rocm_msa.vllm_plugin.verify import Serving
 
@@ -97,6 +98,7 @@ class MsaAttention(CacheLayer):
     """Attention of one decoder layer, dense or sparse.
 
     forward(positions int64 [tokens], hidden_states [tokens, hidden]) -> [tokens, hidden].
+    decode_cp: what shares the index scan of decode rows between the ranks; the model sets it.
     """
 
     def __init__(self, serving: Serving, layer_id: int, prefix: str, quant_config=None) -> None:
@@ -129,6 +131,7 @@ class MsaAttention(CacheLayer):
             self.index_cache = IndexCacheLayer(serving, f"{self.layer_name}.index_cache")
         self.rotary_emb = _rope(serving)
         self.kv_scales = {"k": 1.0, "v": 1.0}
+        self.decode_cp: DecodeCp | None = None
 
     def _qkv_linear(self, quant_config, prefix: str) -> nn.Module:
         model = self.serving.model
@@ -224,6 +227,10 @@ class MsaAttention(CacheLayer):
         model, backend = self.serving.model, self.serving.options.backend
         cache = self.index_cache.cache
         if part.rows_per_request is not None:
+            if self.decode_cp is not None:
+                ids = self.decode_cp.select(self.layer_id, index_q, cache, part)
+                if ids is not None:
+                    return ids
             scores = ops.index_score_decode(
                 index_q,
                 cache,

@@ -55,6 +55,9 @@ class MsaMetadataBuilder(AttentionMetadataBuilder[MsaMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = vllm_config.compilation_config.static_forward_context
+        shared = [getattr(layers[name], "decode_cp", None) for name in layer_names]
+        self.decode_cp = next((d for d in shared if d is not None), None)
 
     def build(
         self,
@@ -62,6 +65,8 @@ class MsaMetadataBuilder(AttentionMetadataBuilder[MsaMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> MsaMetadata:
+        if self.decode_cp is not None:
+            self.decode_cp.check()
         common = common_attn_metadata
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold, require_uniform=True

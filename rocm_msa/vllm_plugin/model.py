@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.platforms import current_platform
 
-from rocm_msa.vllm_plugin import kernels
+from rocm_msa.vllm_plugin import decode_cp, kernels
 from rocm_msa.vllm_plugin.attention import MsaAttention
 from rocm_msa.vllm_plugin.loading import load_text_weights
 from rocm_msa.vllm_plugin.moe import ExpertMapping, Mlp, Moe, expert_mapping
@@ -112,6 +112,9 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
             vllm_config.model_config.hf_config, "quantization_config", None
         )
         self.model = Model(vllm_config, self.serving, maybe_prefix(prefix, "model"))
+        shared = decode_cp.start(self.serving, vllm_config.model_config.dtype)
+        for layer in self.model.layers:
+            layer.self_attn.decode_cp = shared
         self.lm_head = ParallelLMHead(
             self.serving.model.vocab_size,
             self.serving.model.hidden_size,

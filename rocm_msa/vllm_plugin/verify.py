@@ -17,7 +17,7 @@ from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
 from rocm_msa.errors import ConfigError, Refusals, expect
 from rocm_msa.ops.dispatch import BACKENDS
-from rocm_msa.vllm_plugin import compat
+from rocm_msa.vllm_plugin import compat, decode_cp
 from rocm_msa.vllm_plugin.nixl import CONNECTOR
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 
@@ -34,22 +34,28 @@ class Options:
     backend: backend of all ops, None lets each op choose.
     code_objects: folder of `rocm-msa compile`, None for the one in the package; gfx950 only.
     indexer_decode_cp: same as the attention-config flag, for the Python API.
+    indexer_decode_cp_min_blocks: blocks from which decode batches are shared, None computes them.
     """
 
     backend: str | None = None
     code_objects: str | None = None
     indexer_decode_cp: bool = False
+    indexer_decode_cp_min_blocks: int | None = None
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served: geometry, cache dtypes and options of one rank."""
+    """What is served: geometry, cache dtypes and options of one rank.
+
+    decode_cp: whether the ranks share the index scan of decode rows, however that was asked for.
+    """
 
     model: ModelConfig
     rank: RankGeometry
     main_dtype: CacheDType
     index_dtype: CacheDType
     options: Options
+    decode_cp: bool = False
 
     @property
     def main_page(self) -> Page:
@@ -107,7 +113,8 @@ def resolve(vllm_config: Any) -> Serving:
             f"{model.rope.original_max_position}}}}}}}')",
         )
     refusals.raise_if_any()
-    return Serving(model, rank, main_dtype, index_dtype, options)
+    asked = decode_cp.asked_for(vllm_config, options)
+    return Serving(model, rank, main_dtype, index_dtype, options, asked)
 
 
 def _dtype(flag: str, name: str, refusals: Refusals) -> CacheDType:
@@ -177,11 +184,7 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         "--kv-cache-dtype-skip-layers: every layer has the same main cache dtype, got "
         f"{cache.kv_cache_dtype_skip_layers}",
     )
-    decode_cp = options.indexer_decode_cp or getattr(attention, "indexer_decode_cp", False)
-    check(
-        not decode_cp,
-        "indexer_decode_cp: decode context parallelism of the indexer is not part of this version",
-    )
+    decode_cp.check_config(vllm_config, options, refusals)
     check(
         not compat.upstream_indexer_cp_requested(vllm_config),
         "minimax_m3_indexer_cp: vLLM's own indexer context parallelism does not apply to these "

@@ -247,10 +247,12 @@ FIELDS = {
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "data_parallel_size",
             "enable_dbo",
             "enable_expert_parallel",
         ],
     },
+    "vllm/distributed/parallel_state.py": {"GroupCoordinator": ["cpu_group"]},
     "vllm/config/compilation.py": {
         "CompilationConfig": ["mode", "cudagraph_mode", "static_forward_context"],
         "CompilationMode": ["NONE"],

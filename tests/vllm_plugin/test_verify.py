@@ -49,7 +49,6 @@ def test_the_missions_flags_are_accepted(checkpoint):
         ({"kv_cache_dtype": "fp8_e5m2"}, ["--kv-cache-dtype", "'fp8_e5m2'"]),
         ({"kv_cache_dtype": "nvfp4_4over6"}, ["--kv-cache-dtype", "'nvfp4_4over6'"]),
         ({"attention_config": {"indexer_kv_dtype": "mxfp4"}}, ["indexer_kv_dtype", "'mxfp4'"]),
-        ({"attention_config": {"indexer_decode_cp": True}}, ["indexer_decode_cp: decode context"]),
         ({"attention_config": {"backend": "TRITON_ATTN"}}, ["--attention-backend"]),
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size: expected 1, got 2"]),
         ({"tensor_parallel_size": 3}, ["num_attention_heads: expected a multiple of 3, got 8"]),
@@ -71,8 +70,8 @@ def test_the_missions_flags_are_accepted(checkpoint):
             ["rocm_msa.code_objects: no compiled kernels: /nowhere/manifest.json does not exist"],
         ),
         (
-            {"additional_config": {"rocm_msa": {"indexer_decode_cp": True}}},
-            ["indexer_decode_cp: decode context"],
+            {"additional_config": {"rocm_msa": {"indexer_decode_cp": "yes"}}},
+            ["additional_config.rocm_msa.indexer_decode_cp: expected a bool, got yes"],
         ),
     ],
     ids=lambda value: str(value)[:50],

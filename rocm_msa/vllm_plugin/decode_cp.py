@@ -1,0 +1,158 @@
+"""Indexer decode context parallelism inside vLLM: who takes it, when, and how a fault ends.
+
+`indexer_decode_cp` makes the ranks of the tensor-parallel group share the index scan of decode
+rows (package dcp; docs/decode_cp.md). Each batch is shared or not by `dcp.plan.decide`, from sizes
+that all ranks know and a captured graph fixes. The first use of each reason is logged, every call
+counted in `taken`. Prefill is never shared.
+
+dcp is imported only where the flag asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rocm_msa.errors import Refusals, check_int, expect
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcp.api import Exchange
+    from dcp.plan import Scan
+    from rocm_msa.cache.paged import IndexCache
+    from rocm_msa.vllm_plugin.metadata import Part
+    from rocm_msa.vllm_plugin.verify import Options, Serving
+
+logger = logging.getLogger("vllm.rocm_msa")
+
+FLAG = "indexer_decode_cp"
+
+taken: Counter[tuple[str, str]] = Counter()
+"""Layer calls with decode rows in this process, by ("shared" | "alone", reason)."""
+
+_CPU_TIMEOUT_S = 300.0
+"""For one message. Ranks wait for each other in every layer anyway, so they are never far apart."""
+
+
+def asked_for(vllm_config: Any, options: Options) -> bool:
+    """Whether the attention config or the additional config asks for it."""
+    return options.indexer_decode_cp or getattr(vllm_config.attention_config, FLAG, False)
+
+
+def check_config(vllm_config: Any, options: Options, refusals: Refusals) -> None:
+    """Refuse what the exchange was not made for; with one tensor-parallel rank anything goes."""
+    least = options.indexer_decode_cp_min_blocks
+    if least is not None:
+        try:
+            check_int("additional_config.rocm_msa.indexer_decode_cp_min_blocks", least, 1)
+        except (TypeError, ValueError) as error:
+            refusals.check(False, str(error))
+    parallel = vllm_config.parallel_config
+    if not asked_for(vllm_config, options) or parallel.tensor_parallel_size == 1:
+        return
+    refusals.check(
+        parallel.data_parallel_size == 1,
+        f"{FLAG}: not tested with data parallelism; "
+        + expect("--data-parallel-size", 1, parallel.data_parallel_size),
+    )
+    if vllm_config.device_config.device_type != "cpu":
+        refusals.check(False, f"{FLAG}: not part of this version on GPUs")
+
+
+def start(serving: Serving, dtype: torch.dtype) -> DecodeCp | None:
+    """This rank's end, when the configuration asks for it; collective in the TP group."""
+    if not serving.decode_cp:
+        return None
+    if serving.rank.tp == 1:
+        logger.info("%s has no effect with one tensor-parallel rank", FLAG)
+        return None
+    from dcp.plan import Scan
+
+    model = serving.model
+    scan = Scan(serving.index_page.page_bytes, model.index_dim * dtype.itemsize, model.topk_blocks)
+    return DecodeCp(_exchange(serving), serving, scan)
+
+
+def _exchange(serving: Serving) -> Exchange:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    from dcp.gloo import GlooExchange
+
+    return GlooExchange(
+        get_tp_group().cpu_group,
+        serving.model.index_heads,
+        timeout_s=_CPU_TIMEOUT_S,
+        backend=serving.options.backend,
+    )
+
+
+class DecodeCp:
+    """One rank's end of the exchange, shared by all sparse layers.
+
+    Attributes:
+        min_blocks: replaces the computed threshold; None for that.
+    """
+
+    def __init__(self, exchange: Exchange, serving: Serving, scan: Scan) -> None:
+        self.exchange, self.scan = exchange, scan
+        model = serving.model
+        self.kept = (model.topk_blocks, model.init_blocks, model.local_blocks)
+        self.min_blocks = serving.options.indexer_decode_cp_min_blocks
+        self._logged: set[tuple[str, str]] = set()
+        shard = exchange.shard
+        logger.info(
+            "%s: rank %d of %d scores every block b with b mod %d = %d for %d index heads in "
+            "decode batches that are long enough (%s)",
+            *(FLAG, shard.rank, shard.ranks, shard.ranks, shard.rank, shard.heads),
+            type(exchange).__name__,
+        )
+
+    def select(
+        self, layer: int, index_q: torch.Tensor, index_cache: IndexCache, part: Part
+    ) -> torch.Tensor | None:
+        """Blocks of decode rows, int32 `[index_heads, rows, topk]`; None: score them alone.
+
+        Args:
+            layer: the layer's number, on which the ranks must agree.
+            index_q: `[rows, index_heads, head_dim]`, this rank's heads.
+            part: of decode rows.
+
+        Raises:
+            DcpError: no selection of this launch may be used; vLLM ends the engine.
+        """
+        if not self._shares(part):
+            return None
+        return self.exchange.select(
+            index_q,
+            index_cache,
+            part.block_table,
+            part.seq_lens,
+            part.rows_per_request,
+            part.num_blocks,
+            *self.kept,
+            layer=layer,
+        )
+
+    def check(self) -> None:
+        """Raise the DcpError that any rank has met so far; once a step, waits for nothing."""
+        self.exchange.check()
+
+    def _shares(self, part: Part) -> bool:
+        """The choice for a batch: a function of its shape alone."""
+        from dcp.plan import Batch, decide
+
+        requests, max_blocks = part.block_table.shape
+        batch = Batch(requests, part.rows_per_request, max_blocks)
+        decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks)
+        way = ("shared" if decision.shared else "alone", decision.reason)
+        taken[way] += 1
+        if way not in self._logged:
+            self._logged.add(way)
+            logger.info(
+                "%s: decode batch %s (%s): %d requests x %d rows of up to %d blocks; the threshold "
+                "is %d blocks. Said once",
+                *(FLAG, *way, requests, part.rows_per_request, max_blocks, decision.threshold),
+            )
+        return decision.shared

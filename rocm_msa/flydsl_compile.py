@@ -136,6 +136,43 @@ def compile_flydsl(
     )
 
 
+def compile_kernel(
+    kernel: Any,
+    lanes: int,
+    *,
+    pointers: dict[str, Any] | None = None,
+    hints: dict[str, Any] | None = None,
+) -> Compiled:
+    """Compile a `@flyc.kernel` whose arguments are declared once, by its own signature.
+
+    kernel    a one-dimensional workgroup of `lanes`; arguments annotated fx.Pointer, fx.Int32,
+              fx.Int64 or fx.Float32
+    pointers  element type by name, of pointers that the kernel indexes and that are aligned to
+              an element. The others are bytes, of which nothing is known
+    hints     see compile_flydsl
+    """
+    check_flydsl()
+    import flydsl.compiler as flyc
+    import flydsl.expr as fx
+
+    signature = inspect.signature(kernel._func, eval_str=True)
+
+    @flyc.jit
+    def launch(**arguments):
+        kernel(*arguments.values()).launch(grid=(1, 1, 1), block=(lanes, 1, 1))
+
+    launch.func.__signature__ = signature
+    examples = {fx.Int32: 1, fx.Int64: fx.Int64(1), fx.Float32: 1.0}
+    args = []
+    for name, parameter in signature.parameters.items():
+        if parameter.annotation is fx.Pointer:
+            kind = (pointers or {}).get(name, fx.Uint8)
+            args.append(flyc.from_c_void_p(kind, None, assumed_align=kind.width // 8))
+        else:
+            args.append(examples[parameter.annotation])
+    return compile_flydsl(launch, *args, hints=hints, line_info=False)
+
+
 def check_flydsl() -> None:
     """RuntimeError unless the one FlyDSL that this module knows is installed."""
     advice = f"Install it: pip install flydsl=={FLYDSL_VERSION}"

@@ -19,12 +19,15 @@ def fp8_word(values) -> fx.Int32:
 
 def fp8_values(word: fx.Int32) -> list[fx.Float32]:
     """Four E4M3 bytes -> fp32."""
+    return [both[i] for both in _fp8_pairs(word) for i in (0, 1)]
+
+
+def _fp8_pairs(word: fx.Int32) -> list[fx.Vector]:
     pair = fx.Vector.make_type(2, fx.Float32)
-    found = []
-    for high in (False, True):
-        both = fx.Vector(rocdl.cvt_pk_f32_fp8(pair, word.ir_value(), high))
-        found += [both[0], both[1]]
-    return found
+    return [
+        fx.Vector(rocdl.cvt_pk_f32_fp8(pair, word.ir_value(), high), (2,), fx.Float32)
+        for high in (False, True)
+    ]
 
 
 def bf16_word(a: fx.Float32, b: fx.Float32) -> fx.Int32:
@@ -44,8 +47,8 @@ def f16_values(word: fx.Uint32) -> list[fx.Float32]:
 
 
 def f16_word(a: fx.Float32, b: fx.Float32) -> fx.Int32:
-    """Two fp32 -> two fp16 in a word, the first low."""
-    both = fx.Vector.from_elements([x.to(fx.Float16) for x in (a, b)], fx.Float16)
+    """Two fp32 -> two fp16 in a word, the first low (v_cvt_pk_f16_f32)."""
+    both = fx.Vector.from_elements([a, b], fx.Float32).to(fx.Float16)
     return both.bitcast(fx.Int32)[0]
 
 
@@ -58,6 +61,10 @@ def fp8_two_terms(groups: list[list]) -> list[list]:
     high = [fp8_word(group) for group in groups]
     low = []
     for group, word in zip(groups, high, strict=True):
-        rounded = fp8_values(word)
-        low.append(fp8_word([a - b for a, b in zip(group, rounded, strict=True)]))
+        rest = []
+        for i, rounded in enumerate(_fp8_pairs(word)):
+            # As pairs, two subtractions are one instruction.
+            both = fx.Vector.from_elements(group[2 * i : 2 * i + 2], fx.Float32) - rounded
+            rest += [both[0], both[1]]
+        low.append(fp8_word(rest))
     return [high, low]

@@ -19,10 +19,9 @@ LOG2E = 1.4426950408889634
 _ALIGN = 16  # bytes
 
 
-def check_build(build: Any, kernels: tuple[str, ...]) -> None:
-    """kernel: one of `kernels`. dtype: a CacheDType's value. q_dtype: bf16 or fp16. topk: 1..31."""
+def check_build(build: Any) -> None:
+    """dtype: a CacheDType's value. q_dtype: bf16 or fp16. topk: 1..31."""
     for name, allowed in (
-        ("kernel", kernels),
         ("dtype", tuple(d.value for d in CacheDType)),
         ("q_dtype", tuple(QUERY_NAMES.values())),
         ("topk", range(1, MAX_TOPK + 1)),

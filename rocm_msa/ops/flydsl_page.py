@@ -7,6 +7,10 @@ A tile is 16 tokens of a page. A lane of a wave holds of tile t, with g = lane /
     K as operand       the same token and values as E4M3 or bf16
     V in LDS           a row a token, padded; the products read it transposed (flydsl_products.py)
 
+Workgroups may share a page's V by d, each a contiguous part. Where a token's part is narrower than
+the four pieces that lanes g hold, they hold those of neighbouring tiles instead: a tile is then a
+run of 32 or 64 tokens, and a page has fewer.
+
 Order of d. The NVFP4 table gives even and odd values of a dword apart (nvfp4.value_order). K and Q
 agree on that order; V's order in LDS decides which d a result is.
 
@@ -34,29 +38,64 @@ PIECES_BYTES = PIECE * wave.WAVE
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tile of K or V as stored. row_bytes: of a token. part_bytes: of them, what is loaded.
+
+    columns: neighbouring pieces of a token, in lanes g.
+    """
+
+    row_bytes: int
+    part_bytes: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return wave.WAVE // self.columns
+
+    @property
+    def tiles(self) -> int:
+        return BLOCK_TOKENS // self.tokens
+
+    @property
+    def loads(self) -> int:
+        """16-byte loads a lane, 64 bytes apart."""
+        return self.part_bytes // (PIECE * self.columns)
+
+    def place(self, lane):
+        """(token, column) of a lane in a tile."""
+        g = lane // mfma.TILE
+        if self.columns == 4:
+            return lane % mfma.TILE, g
+        return lane % mfma.TILE + g // self.columns * mfma.TILE, g % self.columns
+
+
+@dataclass(frozen=True)
 class Format:
-    """How a page's values reach the matrix pipe; sizes in bytes. See `Format.of`."""
+    """How a page's values reach the matrix pipe; sizes in bytes. See `Format.of`.
+
+    value_bytes: of an operand. terms: of Q and P. parts: of d, that V is cut into.
+    """
 
     dtype: CacheDType
     page: Page
-    value_bytes: int  # of an operand
-    terms: int  # of Q and P
-    row_stride: int  # of V in LDS, a row a token: padded against bank conflicts
-    tile_stride: int
+    value_bytes: int
+    terms: int
+    parts: int
 
     @classmethod
-    def of(cls, dtype: CacheDType) -> Format:
+    def of(cls, dtype: CacheDType, parts: int = 1) -> Format:
         page = main_page(1, HEAD_DIM, dtype)
-        if dtype is CacheDType.BF16:
-            return cls(dtype, page, 2, 1, 288, 16 * 288)
-        # 144: 16 rows in a column lie in 16 different groups of 4 banks; 128 more a tile: so do
-        # the 8 + 8 rows of two tiles that one transposed read takes.
-        return cls(dtype, page, 1, 2, 144, 16 * 144 + 128)
+        return cls(dtype, page, *((2, 1) if dtype is CacheDType.BF16 else (1, 2)), parts)
 
     @property
     def pieces(self) -> int:
         """16-byte pieces a lane holds of a tile, as operand: 2 or 4."""
         return HEAD_DIM * self.value_bytes * mfma.TILE // PIECES_BYTES
+
+    @property
+    def d_tiles(self) -> int:
+        """Tiles of 16 dims in a part of V."""
+        return HEAD_DIM // mfma.TILE // self.parts
 
     @property
     def table_bytes(self) -> int:
@@ -69,13 +108,25 @@ class Format:
         return TILES * self.pieces * PIECES_BYTES
 
     @property
+    def row_stride(self) -> int:
+        """Of V in LDS, a row a token. E4M3: 16 rows in a column lie in 16 groups of 4 banks."""
+        return HEAD_DIM * self.value_bytes // self.parts + 16 * self.value_bytes
+
+    @property
+    def tile_stride(self) -> int:
+        """E4M3: so do the 8 + 8 rows of two tiles that one transposed read takes."""
+        return mfma.TILE * self.row_stride + (128 if self.value_bytes == 1 else 0)
+
+    @property
     def v_bytes(self) -> int:
         """V of a page in LDS."""
         return TILES * self.tile_stride
 
-    def piece_column(self, piece: int, g):
-        """Byte in a token's operand row of a lane's piece."""
-        return g * 32 + piece * 16 if self.dtype is CacheDType.NVFP4 else piece * 64 + g * 16
+    def stored(self, side: str) -> Stored:
+        """How a wave loads tiles of K or V."""
+        row_bytes = self.page.head_layout[f"{side}_data"].nbytes // BLOCK_TOKENS
+        part_bytes = row_bytes // (self.parts if side == "v" else 1)
+        return Stored(row_bytes, part_bytes, min(4, part_bytes // PIECE))
 
     def query_order(self) -> list[int]:
         """Value in each operand byte of 32 loaded query values (of 16 values, twice, for FP8)."""
@@ -87,26 +138,24 @@ class Format:
 # Loading
 
 
-def load_tile(form: Format, head: Bytes, side: str, tile, lane) -> list:
-    """A lane's share of 16 tokens, as stored. `head`: start of the KV head's run in the page.
+def load_tile(form: Format, head: Bytes, side: str, tile, lane, part=0) -> list:
+    """A lane's share of a tile, as stored. `head`: start of the KV head's run in the page.
 
-    tile: an int, whose offset then costs nothing, or an Int32.
+    tile: an int, whose offset then costs nothing, or an Int32. part: of V, an int or Int32.
     """
-    region = form.page.head_layout[f"{side}_data"]
-    row_bytes = region.nbytes // BLOCK_TOKENS
-    token, g = lane % 16, lane // 16
+    data, shape = form.page.head_layout[f"{side}_data"], form.stored(side)
+    token, column = shape.place(lane)
     if not isinstance(tile, int):
-        token, tile = token + tile * mfma.TILE, 0
-    first = region.offset + tile * mfma.TILE * row_bytes
+        token, tile = token + tile * shape.tokens, 0
+    first = data.offset + tile * shape.tokens * shape.row_bytes
+    place = head.at(token * shape.row_bytes + column * PIECE + part * shape.part_bytes)
+    found = [place.load(fx.Uint32, 4, offset=first + 64 * i) for i in range(shape.loads)]
     if form.dtype is not CacheDType.NVFP4:
-        place = head.at(token * row_bytes + g * 16)
-        return [place.load(fx.Uint32, 4, offset=first + 64 * i) for i in range(form.pieces)]
-    scales = form.page.head_layout[f"{side}_scales"]
-    at = scales.offset + tile * mfma.TILE * (HEAD_DIM // nvfp4.GROUP)
-    return [
-        head.at(token * row_bytes + g * 16).load(fx.Uint32, 4, offset=first),
-        head.at(token * (HEAD_DIM // nvfp4.GROUP) + g * 2).load(fx.Uint16, offset=at),
-    ]
+        return found
+    row_bytes = HEAD_DIM // nvfp4.GROUP
+    place = head.at(token * row_bytes + column * 2 + part * (row_bytes // form.parts))
+    first = form.page.head_layout[f"{side}_scales"].offset + tile * shape.tokens * row_bytes
+    return [found[0], place.load(fx.Uint16, offset=first)]
 
 
 def operand(form: Format, loaded: list, table: Bytes | None) -> list[fx.Vector]:
@@ -140,11 +189,17 @@ def finite(form: Format, pieces: list[fx.Vector]) -> list[fx.Vector]:
 
 
 def store_v(form: Format, v_lds: Bytes, tile: int, pieces: list[fx.Vector], lane) -> None:
-    """Write a lane's share of a V tile, a row a token."""
-    token, g = lane % 16, lane // 16
+    """Write a lane's share of a tile of V, a row a token; `pieces`: as operand."""
+    shape = form.stored("v")
+    g, token = lane // mfma.TILE, lane % mfma.TILE
+    # NVFP4: two neighbouring pieces from one load; else the load's, 64 bytes apart.
+    width, step = (2 * PIECE, PIECE) if form.dtype is CacheDType.NVFP4 else (PIECE, 4 * PIECE)
+    place = v_lds.at(token * form.row_stride + g % shape.columns * width)
+    if shape.columns < 4:
+        place = place.at(g // shape.columns * form.tile_stride)
+    first = tile * (4 // shape.columns) * form.tile_stride
     for i, piece in enumerate(pieces):
-        place = v_lds.at(token * form.row_stride + form.piece_column(0, g))
-        place.store(piece, offset=tile * form.tile_stride + form.piece_column(i, 0))
+        place.store(piece, offset=first + i * step)
 
 
 def operands(form: Format, pieces: list[fx.Vector]) -> list[fx.Vector]:

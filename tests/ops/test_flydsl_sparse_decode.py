@@ -27,7 +27,8 @@ from tests.ops.flydsl_decode import DIM, Call, assert_close, check, full, make_c
 from tests.ops.test_sparse_decode import random_ids
 
 SLOW = pytest.mark.slow
-MODES = pytest.mark.parametrize("stored", [False, True], ids=["rows", "pages"])
+MODES = pytest.mark.parametrize("mode", [1, 4, "shared"])
+"""Parts of the dims that a workgroup has, or a page at a time for all rows: see Call.run."""
 
 
 # Every schedule
@@ -41,6 +42,7 @@ def small(dtype: str) -> Call:
     return call
 
 
+@pytest.mark.parametrize("mode", ["rows", "shared"])
 @pytest.mark.parametrize(
     ("dtype", "schedules"),
     [
@@ -49,13 +51,14 @@ def small(dtype: str) -> Call:
         *(pytest.param(dtype, SCHEDULES, marks=SLOW) for dtype in DTYPES[1:]),
     ],
 )
-def test_schedules(dtype, schedules):
+def test_schedules(dtype, schedules, mode):
     assert len(SCHEDULES) >= 20
     call = small(dtype)
     want = call.reference()
+    parts = module.parts_of(CacheDType(dtype))
     first = None
     for number, schedule in enumerate(schedules):
-        result, _ = call.run(bool(number % 2), schedule)
+        result, _ = call.run("shared" if mode == "shared" else parts[number % len(parts)], schedule)
         assert_close(result, want)
         first = first or result
         assert torch.equal(result[0], first[0]) and torch.equal(result[1], first[1]), schedule
@@ -72,20 +75,20 @@ def test_one_to_nine_rows_a_request(rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 16), (2, 8), (3, 5), (4, 1)])
 def test_heads(dtype, kv_heads, group):
-    check(make_call([200, 129], 1, kv_heads=kv_heads, group=group, dtype=dtype, gap=32), False)
+    check(make_call([200, 129], 1, kv_heads=kv_heads, group=group, dtype=dtype, gap=32))
 
 
 @MODES
 @pytest.mark.parametrize("requests", [1, 16, 64])
-def test_requests(requests, stored):
+def test_requests(requests, mode):
     lens = [(37 * i + 1) % 300 for i in range(requests)]
-    check(make_call(lens, kv_heads=1, seed=requests), stored)
+    check(make_call(lens, kv_heads=1, seed=requests), mode)
 
 
 @MODES
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 2048, 2049])
-def test_lengths(n, stored):
-    check(make_call([n], kv_heads=1), stored)
+def test_lengths(n, mode):
+    check(make_call([n], kv_heads=1), mode)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,8 +96,8 @@ def test_lengths(n, stored):
 def test_poisoned_tails(tail, dtype):
     """The tail of the newest page holds NaN patterns, as do free pages."""
     call = make_call([128 + tail, tail], 1, kv_heads=1, dtype=dtype)
-    for stored in (False, True):
-        check(call, stored)
+    for mode in (2, "shared"):
+        check(call, mode)
 
 
 @pytest.mark.parametrize("topk", [9, *(pytest.param(k, marks=SLOW) for k in (1, 3, 8, 31))])
@@ -134,32 +137,32 @@ def test_offsets_beyond_32_bits():
     q = queries(1, 1, 16, DIM)
     ids = int32([[[2, 0, 1, *[-1] * 13]]])
     call = Call(q, cache, ids, int32([[0, 1, 2]]), int32([384]))
-    for stored in (False, True):
-        check(call, stored)
+    for mode in (2, "shared"):
+        check(call, mode)
 
 
 # What contributes nothing
 
 
 @MODES
-def test_ids_and_entries_that_name_nothing(stored):
+def test_ids_and_entries_that_name_nothing(mode):
     call = make_call([600, 600], 1, kv_heads=2)
-    clean = call.run(stored)[0]
+    clean = call.run(mode)[0]
     nb = 5
     far = [2**30, 2**31 - 1, 2**24, 2**25, -(2**31)]
     call.ids[:, :, nb:] = int32([-1, -7, nb, nb + 1, 8, 10, *far])
-    got = call.run(stored)[0]
+    got = call.run(mode)[0]
     assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
     # Entries that name no page count as nothing.
     call.table[0, 1], call.table[0, 2], call.table[1, 0] = -1, call.cache.num_blocks, 2**31 - 1
-    check(call, stored)
+    check(call, mode)
 
 
 @MODES
-def test_rows_without_keys(stored):
+def test_rows_without_keys(mode):
     call = make_call([0, 200, 1], 2, kv_heads=1)
     call.ids[0, 3] = -1
-    (out, lse), _ = check(call, stored)
+    (out, lse), _ = check(call, mode)
     for row in (0, 1, 3, 4):
         assert not out[row].any() and (lse[row] == -torch.inf).all()
     for row in (2, 5):
@@ -170,8 +173,8 @@ def test_one_page_under_two_blocks_of_a_row():
     call = make_call([512, 512], 1, kv_heads=1)
     call.table[0, 1], call.table[1, 2] = call.table[0, 0], call.table[0, 0]
     call.table[1, 3] = call.table[0, 0]
-    for stored in (False, True):
-        check(call, stored)
+    for mode in (2, "shared"):
+        check(call, mode)
 
 
 def test_extreme_queries_and_scales():
@@ -209,17 +212,32 @@ def test_strided_arguments():
 # One row, any batch
 
 
-def test_bits_do_not_depend_on_the_batch():
-    """Alone or not, shared or not, in registers or through memory: the same bits."""
-    call = make_call([700, 650, 130], 3, kv_heads=2)
+@pytest.mark.parametrize("dtype", ["nvfp4", *(pytest.param(d, marks=SLOW) for d in DTYPES[1:])])
+def test_bits_do_not_depend_on_the_batch(dtype):
+    """Alone or not, shared or not, dims together or in parts: the same bits."""
+    call = make_call([700, 650, 130], 3, kv_heads=2, dtype=dtype)
     call.table[1, :3] = call.table[0, :3]  # a common prefix
-    (out, lse), _ = call.run(False)
-    (other, other_lse), _ = call.run(True)
-    assert torch.equal(out, other) and torch.equal(lse, other_lse)
+    modes = (*module.parts_of(CacheDType(dtype)), "shared")
+    (out, lse), _ = call.run(modes[0])
+    for mode in modes[1:]:
+        (other, other_lse), _ = call.run(mode)
+        assert torch.equal(out, other) and torch.equal(lse, other_lse)
     for row in range(call.q.shape[0]):
-        for stored in (False, True):
-            (alone, alone_lse), _ = call.row(row).run(stored)
+        for mode in modes:
+            (alone, alone_lse), _ = call.row(row).run(mode)
             assert torch.equal(alone[0], out[row]) and torch.equal(alone_lse[0], lse[row]), row
+
+
+def test_the_cut_follows_the_grid():
+    select = module.select_parts
+    assert [select(CacheDType.NVFP4, rows, 1, 256) for rows in (1, 64, 65, 128, 129)] == [
+        4,
+        4,
+        2,
+        2,
+        1,
+    ]
+    assert [select(CacheDType.BF16, rows, 2, 256) for rows in (32, 33, 500)] == [4, 2, 2]
 
 
 # Interface
@@ -228,9 +246,10 @@ def test_bits_do_not_depend_on_the_batch():
 def test_builds_of_a_configuration():
     config = ServingConfig(16, 1, 1, 128, 64, CacheDType.NVFP4, CacheDType.NVFP4)
     got = module.builds(config)
-    assert [b.kernel for b in got] == ["prepare", "pages", "rows"]
-    assert got == list(module.needs(*full(1, 1).arguments))
-    assert len({b.symbol for b in got}) == 3
+    call = full(1, 1)
+    needed = {*module.needs(*call.arguments, shared_pages=True)}
+    needed |= {b for parts in module.PARTS for b in module.needs(*call.arguments, parts=parts)}
+    assert set(got) == needed and len({b.symbol for b in got}) == len(got)
     assert not module.builds(replace(config, dtype="fp32"))
     assert not module.builds(replace(config, head_dim=64))
     assert not module.builds(replace(config, q_heads=32))
@@ -238,12 +257,12 @@ def test_builds_of_a_configuration():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kernel", "x"), ("dtype", "int8"), ("q_dtype", "fp32"), ("topk", 32)],
+    [("parts", 3), ("dtype", "int8"), ("dtype", "bf16"), ("q_dtype", "fp32"), ("topk", 32)],
 )
 def test_builds_that_do_not_exist(field, value):
-    good = {"kernel": "rows", "dtype": "fp8", "q_dtype": "bf16", "topk": 16}
+    good = {"dtype": "fp8", "q_dtype": "bf16", "topk": 16, "parts": 1}
     module.Build(**good)
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match="parts" if value == "bf16" else field):
         module.Build(**{**good, field: value})
 
 
@@ -265,22 +284,27 @@ def test_refusals_name_the_argument():
     refused("block_stride", cache=odd)
 
 
-def test_through_the_op():
+@pytest.mark.parametrize("shared", [False, True])
+def test_through_the_op(shared):
     call = make_call([300, 20], 1, kv_heads=1)
-    with emulated(call.builds()) as reports:
-        out, lse = sparse_decode(*call.arguments, backend="flydsl", return_lse=True)
-    assert_clean(reports, launches=3)
+    builds = module.needs(*call.arguments, shared_pages=shared)
+    with emulated(builds) as reports:
+        out, lse = sparse_decode(
+            *call.arguments, backend="flydsl", return_lse=True, shared_pages=shared
+        )
+    assert_clean(reports, launches=5 if shared else 1)
     assert_close((out, lse), call.reference())
 
 
 def test_nothing_to_do():
     call = make_call([300], 1, kv_heads=1)
-    with emulated(call.builds()) as reports:
-        none = sparse_decode(
-            call.q[:0], call.cache, call.ids[:, :0], call.table[:0], call.lens[:0], 1, 1.0,
-            backend="flydsl",
-        )  # fmt: skip
-    assert none.shape == (0, 16, DIM) and not reports
+    for shared in (False, True):
+        with emulated([]) as reports:
+            none = sparse_decode(
+                call.q[:0], call.cache, call.ids[:, :0], call.table[:0], call.lens[:0], 1, 1.0,
+                backend="flydsl", shared_pages=shared,
+            )  # fmt: skip
+        assert none.shape == (0, 16, DIM) and not reports
 
 
 # The distance to attention without the roundings
@@ -307,7 +331,7 @@ def test_realistic_magnitudes_need_the_fold():
     call = Call(queries(1, 1, 16, DIM), batch.main, int32([[[0, 1, *[-1] * 14]]]), batch.table,
                 batch.seq_lens, 1, 1e-4)  # fmt: skip
     check(call, fold=-3)
-    stored = batch.main.decode("v", *batch.main.encode("v", values)).double()
-    exact, _ = oracle.attention(call.q, [stored], [stored], [(0, 256)], call.ids.tolist(), 1e-4)
+    kept = batch.main.decode("v", *batch.main.encode("v", values)).double()
+    exact, _ = oracle.attention(call.q, [kept], [kept], [(0, 256)], call.ids.tolist(), 1e-4)
     folded, plain = call.reference(-3)[0], call.reference(0)[0]
     assert (folded - exact).norm() < 0.5 * (plain - exact).norm()

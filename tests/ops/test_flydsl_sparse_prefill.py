@@ -13,11 +13,12 @@ import torch
 
 from rocm_msa.aot import ServingConfig
 from rocm_msa.cache import CacheDType
-from rocm_msa.ops import block_topk, sparse_prefill
+from rocm_msa.ops import block_topk, flydsl_by_page, sparse_decode, sparse_prefill
+from rocm_msa.ops.flydsl_by_page import KERNELS, Build
 from rocm_msa.ops.rows import prefill_rows
+from rocm_msa.ops.sparse_decode import flydsl_gfx950 as decode_module
 from rocm_msa.ops.sparse_decode import reference_fp8
 from rocm_msa.ops.sparse_prefill import flydsl_gfx950 as module
-from rocm_msa.ops.sparse_prefill.flydsl_gfx950 import KERNELS, Build
 from tests.launcher.emulated import SCHEDULES, assert_clean, emulated, resources, useful
 from tests.ops.cases import (
     DTYPES,
@@ -98,7 +99,7 @@ def test_lists_of_any_length(topk):
 
 def test_a_page_that_more_than_one_item_shares():
     call = Call([130], [130], kv_heads=1)
-    assert 2 * module.ITEM < 130
+    assert 2 * flydsl_by_page.ITEM < 130
     (out, _), _ = call.run()
     some = [0, 63, 64, 127, 128, 129]
     picked = Call([130], [130], kv_heads=1)
@@ -121,14 +122,27 @@ def test_ids_and_entries_that_name_nothing():
 def test_turns_and_chunks_give_the_same_bits(monkeypatch):
     call = Call([400], [12], kv_heads=2)
     (whole, lse), _ = call.run()
-    layout = module.scratch_layout(5, 2, 16, 1, CacheDType.NVFP4)
-    monkeypatch.setattr(module, "SCRATCH_BYTES", layout["part_o"].nbytes + 5 * 2**14)
+    layout = flydsl_by_page.scratch_layout(5, 2, 16, 1, CacheDType.NVFP4)
+    monkeypatch.setattr(flydsl_by_page, "SCRATCH_BYTES", layout["part_o"].nbytes + 5 * 2**14)
     (again, again_lse), reports = call.run()
     assert len(reports) == 3 * len(KERNELS)
     assert torch.equal(again, whole) and torch.equal(again_lse, lse)
     chunk = Call([400], [12], kv_heads=2)
     chunk.q, chunk.ids, chunk.cu = call.q[7:], call.ids[:, 7:], int32([0, 5])
     assert torch.equal(chunk.run()[0][0], whole[7:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_sparse_decode(dtype):
+    """A token and a decode row of the same list and length: nothing tells the two ops apart."""
+    call = Call([390, 300], [3, 3], kv_heads=2, dtype=dtype)
+    (whole, lse), _ = call.run()
+    row = (call.q, call.cache, call.ids, call.table, call.batch.seq_lens, 3, SCALE)
+    builds = decode_module.needs(*row)
+    with emulated(builds) as reports:
+        got, got_lse = sparse_decode(*row, backend="flydsl", return_lse=True)
+    assert_clean(reports, launches=1)
+    assert torch.equal(got, whole) and torch.equal(got_lse, lse)
 
 
 def test_out_and_strides():

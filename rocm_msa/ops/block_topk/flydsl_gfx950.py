@@ -93,6 +93,6 @@ def run(
 
 def compile_build(build: Build):
     """rocm_msa.flydsl_compile.Compiled of one kernel."""
-    from rocm_msa.ops.block_topk.flydsl_kernel import compile_kernel
+    from rocm_msa.ops.block_topk import flydsl_kernel
 
-    return compile_kernel(build)
+    return flydsl_kernel.compile_build(build)

@@ -13,7 +13,7 @@ import flydsl.expr as fx
 from rocm_msa.device.memory import global_bytes
 from rocm_msa.device.topk import ABSENT, order_key, top_positions
 from rocm_msa.device.wave import WAVE, lane_id, wave_id
-from rocm_msa.flydsl_compile import Compiled, compile_flydsl
+from rocm_msa.flydsl_compile import Compiled, compile_kernel
 from rocm_msa.ops.block_topk.flydsl_gfx950 import Build
 
 
@@ -28,7 +28,7 @@ def _candidates(row, stride, first, begin, end, count: int) -> list:
     return keys
 
 
-def compile_kernel(build: Build) -> Compiled:
+def compile_build(build: Build) -> Compiled:
     kept, waves = build.kept, build.waves
     listed = waves * kept
 
@@ -91,33 +91,8 @@ def compile_kernel(build: Build) -> Compiled:
             if lane < topk - always:
                 target[fx.Int64(always + lane) * out_slot] = ranked
 
-    @flyc.jit
-    def launch(
-        scores: fx.Pointer,
-        score_head: fx.Int64,
-        score_row: fx.Int64,
-        score_block: fx.Int64,
-        num_blocks: fx.Pointer,
-        num_blocks_stride: fx.Int64,
-        max_blocks: fx.Int32,
-        topk: fx.Int32,
-        init_blocks: fx.Int32,
-        local_blocks: fx.Int32,
-        out: fx.Pointer,
-        out_head: fx.Int64,
-        out_row: fx.Int64,
-        out_slot: fx.Int64,
-    ):
-        kernel(
-            scores, score_head, score_row, score_block, num_blocks, num_blocks_stride,
-            max_blocks, topk, init_blocks, local_blocks, out, out_head, out_row, out_slot,
-        ).launch(grid=(1, 1, 1), block=(waves * WAVE, 1, 1))  # fmt: skip
-
-    def null(dtype):
-        return flyc.from_c_void_p(dtype, None, assumed_align=4)
-
-    wide = fx.Int64(1)
-    return compile_flydsl(
-        launch, null(fx.Float32), wide, wide, wide, null(fx.Int32), wide,
-        1, 1, 1, 1, null(fx.Int32), wide, wide, wide, line_info=False,
-    )  # fmt: skip
+    return compile_kernel(
+        kernel,
+        waves * WAVE,
+        pointers={"scores": fx.Float32, "num_blocks": fx.Int32, "out": fx.Int32},
+    )

@@ -9,8 +9,6 @@ order of id.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from rocm_msa.cache.paged import MainCache
@@ -21,9 +19,7 @@ from rocm_msa.ops.reference_attention import attend
 from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
 
-def _reference(
-    q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=None
-):
+def _reference(q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, **_):
     rows = decode_rows(seq_lens, rows_per_request)
     return attend(q, main_cache, block_ids, block_table, rows, sm_scale)
 
@@ -61,8 +57,8 @@ def sparse_decode(
         sm_scale: softmax scale, head_dim ** -0.5 for M3.
         out: `[rows, q_heads, head_dim]` to write into.
         return_lse: also return lse fp32 `[rows, q_heads]`, natural log.
-        shared_pages: a hint that requests have pages in common (a shared prefix): the Triton
-            kernels may then work on such a page once for several rows. Changes no bit.
+        shared_pages: a hint that requests have pages in common (a shared prefix): kernels may
+            then work on such a page once for several rows. Changes no bit.
 
     Returns:
         `[rows, q_heads, head_dim]` in q's dtype (or lse with it).
@@ -73,12 +69,9 @@ def sparse_decode(
     check_decode_rows("q", q, requests, rows_per_request)
     if out is not None:
         check_output(out, list(q.shape), q.dtype, q.device)
-    implementations = _IMPLEMENTATIONS
-    if shared_pages:
-        triton = functools.partial(implementations["triton"], shared_pages=True)
-        implementations = {**implementations, "triton": triton}
-    run = choose("sparse_decode", backend, implementations, q.device)
+    run = choose("sparse_decode", backend, _IMPLEMENTATIONS, q.device)
     result, lse = run(
-        q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=out
-    )
+        q, main_cache, block_ids, block_table, seq_lens, rows_per_request, sm_scale, out=out,
+        shared_pages=shared_pages,
+    )  # fmt: skip
     return give(out, q, result, lse, return_lse)

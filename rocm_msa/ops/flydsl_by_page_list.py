@@ -1,4 +1,4 @@
-"""Who wants which page: three of sparse_prefill's kernels for gfx950, see flydsl_gfx950.py."""
+"""Who wants which page: three of the kernels by page for gfx950, see flydsl_by_page.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device import wave
 from rocm_msa.device.memory import Bytes, global_bytes, lds_atomic_add, lds_regions
 from rocm_msa.ops.flydsl_attend import HEADS, Q_BYTES
+from rocm_msa.ops.flydsl_by_page import ITEM, LANES, Build
 from rocm_msa.ops.flydsl_page import PIECE, PIECES_BYTES, Format, query_pieces
 from rocm_msa.ops.flydsl_rows import last_request
-from rocm_msa.ops.sparse_prefill.flydsl_gfx950 import ITEM, LANES, Build
 
 ITEM_BYTES = 16
-
-
-def pointer():
-    return flyc.from_c_void_p(fx.Uint32, None, assumed_align=16)
 
 
 def word(place: Bytes, number, bytes_each: int = 4) -> Bytes:
@@ -107,47 +103,7 @@ def prepare(build: Build):
             if lane < HEADS:
                 word(global_bytes(factors), row, 4 * HEADS).store(scale * factor, offset=lane * 4)
 
-    @flyc.jit
-    def launch(
-        q: fx.Pointer,
-        q_row: fx.Int64,
-        q_head: fx.Int64,
-        group: fx.Int32,
-        block_ids: fx.Pointer,
-        ids_head: fx.Int64,
-        ids_row: fx.Int64,
-        ids_slot: fx.Int64,
-        table: fx.Pointer,
-        table_row: fx.Int64,
-        table_column: fx.Int64,
-        max_blocks: fx.Int32,
-        cu_seqlens: fx.Pointer,
-        cu_stride: fx.Int64,
-        seq_lens: fx.Pointer,
-        lens_stride: fx.Int64,
-        requests: fx.Int32,
-        first_token: fx.Int32,
-        kv_heads: fx.Int32,
-        num_pages: fx.Int32,
-        factor: fx.Float32,
-        counts: fx.Pointer,
-        key: fx.Pointer,
-        rank: fx.Pointer,
-        live: fx.Pointer,
-        query: fx.Pointer,
-        factors: fx.Pointer,
-    ):
-        kernel(
-            q, q_row, q_head, group, block_ids, ids_head, ids_row, ids_slot, table, table_row,
-            table_column, max_blocks, cu_seqlens, cu_stride, seq_lens, lens_stride, requests,
-            first_token, kv_heads, num_pages, factor, counts, key, rank, live, query, factors,
-        ).launch(grid=(1, 1, 1), block=(2 * wave.WAVE, 1, 1))  # fmt: skip
-
-    p, wide = pointer(), fx.Int64(1)
-    return launch, (
-        p, wide, wide, 1, p, wide, wide, wide, p, wide, wide, 1, p, wide, p, wide, 1, 1, 1, 1, 1.0,
-        p, p, p, p, p, p,
-    )  # fmt: skip
+    return kernel, 2 * wave.WAVE
 
 
 # items
@@ -190,12 +146,7 @@ def items(build: Build):
             words = fx.Vector.from_elements([key, place + done, size, fx.Int32(0)], fx.Int32)
             word(global_bytes(items), item + fx.Int32(part), ITEM_BYTES).store(words)
 
-    @flyc.jit
-    def launch(counts: fx.Pointer, places: fx.Pointer, items: fx.Pointer, keys: fx.Int32):
-        kernel(counts, places, items, keys).launch(grid=(1, 1, 1), block=(LANES, 1, 1))
-
-    p = pointer()
-    return launch, (p, p, p, 1)
+    return kernel, LANES
 
 
 # place
@@ -218,15 +169,4 @@ def place(build: Build):
                 place = place + word(global_bytes(rank), entry).load(fx.Int32)
                 word(global_bytes(order), place).store(entry)
 
-    @flyc.jit
-    def launch(
-        key: fx.Pointer,
-        rank: fx.Pointer,
-        places: fx.Pointer,
-        order: fx.Pointer,
-        entries: fx.Int32,
-    ):
-        kernel(key, rank, places, order, entries).launch(grid=(1, 1, 1), block=(LANES, 1, 1))
-
-    p = pointer()
-    return launch, (p, p, p, p, 1)
+    return kernel, LANES

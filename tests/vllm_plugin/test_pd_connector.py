@@ -116,13 +116,13 @@ def test_prefill_hands_over_and_frees_after_the_commits(scheduler):
     assert params["remote_block_ids"] == [[7, 8, 9]]
     assert (params["remote_num_tokens"], params["tp_size"]) == (300, 2)
     assert params["remote_engine_id"] == "me" and params["remote_request_id"] == "r"
-    orders = scheduler.take_orders(1)
+    orders = scheduler.take_orders()
     assert orders.published == [([7, 8, 9], identities(list(range(300))))]
     assert not orders.released
     scheduler.leases.commit("r", "d", 0, 2)
-    assert not scheduler.take_orders(1).released
+    assert not scheduler.take_orders().released
     scheduler.leases.commit("r", "d", 1, 2)
-    orders = scheduler.take_orders(1)
+    orders = scheduler.take_orders()
     assert (orders.released, orders.expired, orders.withdrawn) == ({"r"}, 0, [[7, 8, 9]])
 
 
@@ -153,7 +153,7 @@ def test_decode_loads_what_its_prefix_cache_lacks(scheduler, tokens, hit, first,
     assert scheduler.matched_tokens(waiting, hit) == (tokens - hit, True)
     local = list(range(100, 100 + len(blocks) + 1))  # one more than the prompt takes
     scheduler.allocated(waiting, local, tokens - hit)
-    (load,) = scheduler.take_orders(1).loads
+    (load,) = scheduler.take_orders().loads
     assert load.remote == Remote("p", "h", 5, "q")
     assert load.local_blocks == local[first : first + count]
     assert load.remote_blocks == blocks[first : first + count]
@@ -161,7 +161,7 @@ def test_decode_loads_what_its_prefix_cache_lacks(scheduler, tokens, hit, first,
     # After a preemption the prompt is computed here.
     assert scheduler.matched_tokens(waiting, 0) == (0, False)
     scheduler.allocated(waiting, local, 0)
-    assert not scheduler.take_orders(1).loads
+    assert not scheduler.take_orders().loads
     scheduler.loaded({"r"})
     assert len(scheduler._renewals) == 0
 
@@ -171,7 +171,7 @@ def test_a_full_local_hit_only_lets_go(scheduler):
     scheduler.on_new_request(waiting)
     assert scheduler.matched_tokens(waiting, 256) == (0, False)
     scheduler.allocated(waiting, [1, 2], 0)
-    orders = scheduler.take_orders(1)
+    orders = scheduler.take_orders()
     assert not orders.loads and orders.forgets == [Remote("p", "h", 5, "q")]
     assert len(scheduler._renewals) == 0
 
@@ -182,6 +182,25 @@ def test_an_abort_before_admission_cancels_the_lease(scheduler):
     assert scheduler.finished(waiting, []) == (False, None)
     assert scheduler.client.asked == [("cancel", {"request": "q"})]
     assert len(scheduler._renewals) == 0
+
+
+def test_an_abort_while_it_is_read_leaves_the_lease_to_the_read(scheduler):
+    """vLLM ends the request, and a second one with its first parameters (a client that left)."""
+    params = offered([4, 5])
+    waiting, second = request(256, dict(params)), request(1, dict(params), request_id="http")
+    scheduler.on_new_request(waiting)
+    scheduler.allocated(waiting, [1, 2], 256)
+    waiting.status = second.status = RequestStatus.FINISHED_ABORTED
+    assert scheduler.finished(waiting, [1, 2]) == (False, None)
+    scheduler.on_new_request(second)
+    assert scheduler.finished(second, []) == (False, None)
+    assert scheduler.client.asked == []
+    assert list(scheduler._renewals._requests) == ["r"]
+    scheduler.loaded({"r"})
+    assert len(scheduler._renewals) == 0 and not scheduler._loading
+    late = request(1, dict(params), status=RequestStatus.FINISHED_ABORTED)
+    assert scheduler.finished(late, []) == (False, None)
+    assert scheduler.client.asked == [("cancel", {"request": "q"})]
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_port", "remote_block_ids"])

@@ -171,7 +171,7 @@ def test_a_read_that_times_out_is_cancelled_and_its_blocks_stay_untouched():
         agent._closed.clear()
 
 
-def test_blocks_released_before_the_commit_are_not_used():
+def test_blocks_released_before_the_commit_are_not_used(caplog):
     with sides() as (source, target):
         source.leases.hold("a")
         source.clock.advance(source.options.lease_seconds)
@@ -180,6 +180,7 @@ def test_blocks_released_before_the_commit_are_not_used():
         assert only(target.run()) == (set(), {"a"})
         assert counts(target)["failed_stale"] == 1
         assert source.leases.unknown_messages == 1
+        assert "released before the commit: not renewed in time, freed 0.0 s ago" in caplog.text
 
 
 def test_a_waiting_request_keeps_its_lease_by_renewal():
@@ -197,6 +198,23 @@ def test_a_waiting_request_keeps_its_lease_by_renewal():
         assert not source.leases.take_released().all
         source.clock.advance(1)
         assert source.leases.take_released().expired == {"a"}
+
+
+def test_the_end_of_a_lease_is_remembered():
+    clock = Clock()
+    leases = LeaseTable(10.0, clock)
+    for request in "abcd":
+        leases.hold(request)
+    assert leases.cancel("a") and leases.commit("b", "d1", 0, 1) and leases.commit("c", "d1", 0, 2)
+    assert leases.fate("a") == "cancelled by its reader"
+    clock.advance(12)
+    leases.take_released()
+    clock.advance(3)
+    assert leases.fate("a") == "cancelled by its reader, freed 3.0 s ago"
+    assert leases.fate("b") == "read by engine d1, freed 3.0 s ago"
+    assert leases.fate("c") == "not read by every rank in time, freed 3.0 s ago"
+    assert leases.fate("d") == "not renewed in time, freed 3.0 s ago"
+    assert leases.fate("e") == "never held here, or long ago"
 
 
 def test_duplicate_commits_and_two_readers():

@@ -89,7 +89,7 @@ class RocmMsaNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return self._scheduler.take_orders(scheduler_output.total_num_scheduled_tokens)
+        return self._scheduler.take_orders()
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(connector_output.finished_recving or set())

@@ -109,7 +109,9 @@ class ControlServer:
             return {"fingerprint": self.fingerprint, "ranks": self.ranks}
         if op == "commit":
             fields = (message[k] for k in ("request", "reader", "rank", "ranks", "read"))
-            return {"held": self.leases.commit(*fields)}
+            if self.leases.commit(*fields):
+                return {"held": True}
+            return {"held": False, "why": self.leases.fate(message["request"])}
         if op == "renew":
             return {"held": self.leases.renew(message["requests"])}
         if op == "cancel":

@@ -14,12 +14,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+_ENDS_KEPT = 1000
+
 
 @dataclass
 class Lease:
     deadline: float
     committed: dict[str, set[int]] = field(default_factory=dict)
     done: bool = False
+    cancelled: bool = False
+
+    @property
+    def end(self) -> str:
+        """How it ended, or will."""
+        if self.cancelled:
+            return "cancelled by its reader"
+        if self.done:
+            return f"read by engine {', '.join(self.committed)}"
+        return "not renewed in time" if not self.committed else "not read by every rank in time"
 
 
 @dataclass
@@ -42,6 +54,8 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
         # (request, reader, rank, read) -> until when; a commit whose answer was lost comes again.
         self._held_commits: OrderedDict[tuple[str, str, int, str], float] = OrderedDict()
+        # request -> how and when its lease ended, of the last ones: for messages.
+        self._ended: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._lock = threading.Lock()
         self.unknown_messages = 0
 
@@ -100,7 +114,7 @@ class LeaseTable:
         with self._lock:
             lease = self._live(request_id)
             if lease is not None:
-                lease.done = True
+                lease.done, lease.cancelled = True, True
             return lease is not None
 
     def take_released(self) -> Released:
@@ -111,7 +125,20 @@ class LeaseTable:
                 if lease.done or lease.deadline <= now:
                     (released.done if lease.done else released.expired).add(request_id)
                     del self._leases[request_id]
+                    self._ended[request_id] = (lease.end, now)
+            while len(self._ended) > _ENDS_KEPT:
+                self._ended.popitem(last=False)
             return released
+
+    def fate(self, request_id: str) -> str:
+        """What became of a request's blocks, in words."""
+        with self._lock:
+            if request_id in self._leases:
+                return self._leases[request_id].end
+            if request_id not in self._ended:
+                return "never held here, or long ago"
+            how, when = self._ended[request_id]
+            return f"{how}, freed {self._clock() - when:.1f} s ago"
 
     def _live(self, request_id: str) -> Lease | None:
         lease = self._leases.get(request_id)

@@ -28,8 +28,6 @@ class TransferOptions:
     nixl_progress: "thread" (NIXL's own, takes a core) or "poll" (every poll_seconds); None
         chooses "poll" on the CPU.
     nixl_threads: UCX worker threads of the agent, 0 for NIXL's default.
-    idle_step_seconds: pause of a step that computes nothing and orders nothing; a quarter of it
-        while a request waits for its KV.
     backends: NIXL backends.
     """
 
@@ -44,7 +42,6 @@ class TransferOptions:
     nixl_progress: str | None = None
     nixl_threads: int = 0
     poll_seconds: float = 0.001
-    idle_step_seconds: float = 0.01
     backends: tuple[str, ...] = ("UCX",)
 
     @classmethod

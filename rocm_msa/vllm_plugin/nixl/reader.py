@@ -243,7 +243,7 @@ class RowReader:
         if not load.commit.done():
             return
         try:
-            held = load.commit.result()["held"]
+            answer = load.commit.result()
         except Exception as error:
             if isinstance(error, Refused) or load.commits >= self.options.retries:
                 self._fault(load, "commit", str(error))
@@ -252,10 +252,11 @@ class RowReader:
                 load.commits += 1
                 load.commit = self._commit(load.remote, load.read)
             return
-        if held:
+        if answer["held"]:
             load.stage = "finished"
         else:
-            self._fault(load, "stale", "its blocks were released before the read was committed")
+            why = answer.get("why", "unknown")
+            self._fault(load, "stale", f"its blocks were released before the commit: {why}")
 
     def _fault(self, load: Load, kind: str, text: str, *, final: bool = False) -> None:
         """Try the load again, or give it up. Cancels its reads in either case."""

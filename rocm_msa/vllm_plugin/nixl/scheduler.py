@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +55,7 @@ class RowScheduler:
         self.client = ControlClient(options.control_timeout_seconds)
         self._orders = StepOrders()
         self._held_blocks: dict[str, list[int]] = {}
+        self._loading: dict[str, Remote] = {}  # request id -> what its ranks are reading
         self._renewals = Renewals(self.client, options.lease_seconds / _RENEWALS_A_LEASE)
 
     def serve(self, fingerprint: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
@@ -109,24 +109,34 @@ class RowScheduler:
         if self.options.debug_checks:
             load.identities = identities(request.prompt_token_ids[:available])[first:end]
         self._orders.loads.append(load)
+        self._loading[request.request_id] = remote
 
     def loaded(self, request_ids: set[str]) -> None:
+        """Their loads have ended, well or not."""
         for request_id in request_ids:
             self._renewals.remove(request_id)
+            self._loading.pop(request_id, None)
 
     # Prefill
 
     def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Keep a prefilled request's blocks and say where they are.
 
+        A load goes on when its request is aborted: its lease is renewed until it ends. For a
+        client that left, vLLM also finishes a second request with the same parameters, which must
+        not cancel the lease under a load.
+
         Returns:
             Whether its blocks are kept, and the parameters for the decode engine.
         """
         remote = _remote(request)
-        self._renewals.remove(request.request_id)
+        if request.request_id not in self._loading:
+            self._renewals.remove(request.request_id)
         if remote is not None:
-            # It ends before its KV was asked for: nobody will read it.
             request.kv_transfer_params["do_remote_prefill"] = False
+            if remote in self._loading.values():
+                return False, None
+            # It ends before its KV was asked for: nobody will read it.
             self.client.ask(
                 remote.host,
                 remote.port,
@@ -166,13 +176,8 @@ class RowScheduler:
             "transfer_mode": "pull",
         }
 
-    def take_orders(self, scheduled_tokens: int) -> StepOrders:
-        """What the ranks are told in this step.
-
-        While blocks are held or read, vLLM steps without pause, and each step sends statistics to
-        its HTTP server: on a busy host faster than that takes them, so that answers come late. A
-        step without tokens and orders therefore rests.
-        """
+    def take_orders(self) -> StepOrders:
+        """What the ranks are told in this step."""
         orders, self._orders = self._orders, StepOrders()
         ended = self.leases.take_released()
         for request_id in ended.expired:
@@ -186,9 +191,6 @@ class RowScheduler:
             blocks = self._held_blocks.pop(request_id)
             if self.options.debug_checks:
                 orders.withdrawn.append(blocks)
-        if not scheduled_tokens and orders == StepOrders():
-            waiting = len(self._renewals) > 0
-            time.sleep(self.options.idle_step_seconds / (4 if waiting else 1))
         return orders
 
 

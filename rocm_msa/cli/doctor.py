@@ -11,9 +11,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from rocm_msa import __version__
 from rocm_msa.cli.console import out, table, user_errors
 from rocm_msa.cli.doctor_checks import FAIL, Check, judge
 from rocm_msa.cli.doctor_facts import gather
+
+FORMAT = 1
+"""Of the JSON, described in doctor_schema.json."""
 
 _STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", FAIL: "bold red"}
 
@@ -27,7 +31,15 @@ def doctor(
     failed = [check for check in checks if check.status == FAIL]
     if as_json:
         typer.echo(
-            json.dumps({"ok": not failed, "checks": [vars(check) for check in checks]}, indent=2)
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "rocm_msa": __version__,
+                    "ok": not failed,
+                    "checks": [vars(check) for check in checks],
+                },
+                indent=2,
+            )
         )
     else:
         _print(checks, failed)

@@ -8,11 +8,17 @@ it with the reasons alone, without a traceback.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import runpy
 import sys
+import tempfile
+from collections.abc import Iterator
 
 from rocm_msa.errors import ConfigError
+
+METRICS_VARIABLE, PREFIX = "PROMETHEUS_MULTIPROC_DIR", "rocm-msa-metrics-"
 
 
 def version_for_vllm(name: str, version=importlib.metadata.version) -> str:
@@ -41,6 +47,25 @@ def main() -> None:
     """Run vLLM's command line with this process's arguments."""
     importlib.metadata.version = version_for_vllm
     sys.argv[0] = "vllm"
+    with metrics_folder():
+        _run()
+
+
+@contextlib.contextmanager
+def metrics_folder() -> Iterator[None]:
+    """Let /metrics show what worker processes count: prometheus_client's shared folder.
+
+    A folder of the user's own stays as it is.
+    """
+    if METRICS_VARIABLE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
+        os.environ[METRICS_VARIABLE] = folder
+        yield
+
+
+def _run() -> None:
     try:
         runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__")
     except Exception as error:

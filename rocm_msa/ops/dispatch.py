@@ -33,6 +33,9 @@ BACKENDS = ("flydsl", "triton", "reference")
 taken: Counter[tuple[str, str]] = Counter()
 """Calls by (op, backend) in this process."""
 
+chosen: Counter[tuple[str, str, str]] = Counter()
+"""The same by (op, backend, reason); vllm_plugin/metrics.py exports it."""
+
 _logged: set[tuple[str, str, str]] = set()
 
 
@@ -121,6 +124,7 @@ def _flydsl_or_next(
 
 def _note(op: str, name: str, reason: str) -> None:
     taken[op, name] += 1
+    chosen[op, name, reason] += 1
     if (op, name, reason) not in _logged:
         _logged.add((op, name, reason))
         logger.info("%s runs on backend %s (%s)", op, name, reason)

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 from rocm_msa import ops
 from rocm_msa.cache.paged import IndexCache, MainCache
+from rocm_msa.vllm_plugin import metrics
 from rocm_msa.vllm_plugin.decode_cp import DecodeCp
 from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
 from rocm_msa.vllm_plugin.verify import Serving
@@ -153,6 +154,7 @@ class MsaAttention(CacheLayer):
         )
         if self.layer_id == 0 and get_tensor_model_parallel_rank() == 0:
             logger.info(self.serving.describe(cache.num_blocks))
+            metrics.show_cache(self.serving, cache.num_blocks)
         return cache
 
     def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:

@@ -10,6 +10,7 @@ import torch
 
 from rocm_msa import aot, launcher
 from rocm_msa.ops import dispatch
+from rocm_msa.vllm_plugin import metrics
 
 if TYPE_CHECKING:
     from rocm_msa.vllm_plugin.verify import Serving
@@ -28,13 +29,14 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def start(serving: Serving, dtype: torch.dtype) -> None:
-    """Load the kernels for the current device.
+    """Load the kernels for the current device, and begin to export what is counted.
 
     Raises:
         RuntimeError: kernels that cannot be used or are missing, when the options ask for them:
             `code_objects` names a folder, or `backend` is flydsl. Else that is a warning, and the
             ops choose Triton. With backend flydsl also, anywhere, an op that has none at all.
     """
+    metrics.start()
     options = serving.options
     if options.backend == "flydsl":
         _check_ops(serving)

@@ -24,6 +24,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState, Transition
+from vllm.parser.metrics import record_tool_parser_invocation
 from vllm.parser.minimax_m3 import NAMESPACE, MinimaxM3Parser, minimax_m3_config
 
 THINK = {"THINK_START": "<mm:think>", "THINK_END": "</mm:think>"}
@@ -192,7 +193,9 @@ class M3Parser(DelegatingParser):
     ):
         """(reasoning, content, tool calls) of a whole answer."""
         self._whole.calls_allowed = enable_auto_tools and request.tool_choice != "none"
-        return self._whole.parse(model_output, request, enable_auto_tools, model_output_token_ids)
+        answer = self._whole.parse(model_output, request, enable_auto_tools, model_output_token_ids)
+        self._count(bool(answer[2]), False, request)
+        return answer
 
     def parse_delta(
         self,
@@ -205,9 +208,18 @@ class M3Parser(DelegatingParser):
     ) -> DeltaMessage | None:
         """What one delta adds to the answer."""
         self._whole.calls_allowed = request.tool_choice != "none"
-        return self._whole.parse_delta(
+        delta = self._whole.parse_delta(
             delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
         )
+        self._count(bool(delta and delta.tool_calls), True, request)
+        return delta
+
+    def _count(self, called: bool, streaming: bool, request) -> None:
+        """For `vllm:tool_call_parser_invocations_total`, as vLLM's pair counts."""
+        if self._tool_parser is not None:
+            record_tool_parser_invocation(
+                is_tool_called=called, is_streaming=streaming, request=request
+            )
 
 
 def single_pass(composed: type[Parser]) -> type[Parser]:

@@ -3,7 +3,9 @@
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
@@ -125,6 +127,22 @@ def test_an_op_takes_flydsl_only_where_it_can_run():
     assert doctor_facts._op("dense_attention", "rocm", True).backends == ("triton", "reference")
 
 
+def checked_json():
+    """What `doctor --json` prints, after a look at the schema that ships with it."""
+    schema = json.loads(Path(doctor_module.__file__).with_name("doctor_schema.json").read_text())
+    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    jsonschema.validate(data, schema)
+    assert data["format"] == doctor_module.FORMAT
+    return data
+
+
+def test_json_of_good_and_bad_machines_fits_its_schema(monkeypatch):
+    faults = [{}, {"torch_error": "x"}, {"environment": {"OMP_NUM_THREADS": "64"}}, {"ops": ()}]
+    for changes in faults:
+        monkeypatch.setattr(doctor_module, "gather", lambda c=changes: replace(GOOD, **c))
+        assert checked_json()["ok"] is ("torch_error" not in changes)
+
+
 def test_command_exit_codes_and_output(monkeypatch):
     monkeypatch.setattr(doctor_module, "gather", lambda: GOOD)
     result = CliRunner().invoke(app, ["doctor"])
@@ -138,7 +156,7 @@ def test_command_exit_codes_and_output(monkeypatch):
     text = " ".join(result.output.split())
     assert "Serving would not work: python, vLLM plugin" in text
     assert "[red]x[/red]" in text
-    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    data = checked_json()
     assert data["ok"] is False
     assert {c["name"] for c in data["checks"] if c["status"] == "fail"} == {"python", "vLLM plugin"}
 

@@ -110,7 +110,7 @@ def compile_build(build: Build) -> Compiled:
             page, live = _page_of(a, request, row, head, n, w * each + i, topk)
             base = fx.Int64(page) * stride + fx.Int64(head * form.page.head_bytes)
             page = global_bytes(pages).at(base)
-            found.append(_attend(form, page, part, live, terms, own_factor, table, mine, lane))
+            found.append(attend_page(form, page, part, live, terms, own_factor, table, mine, lane))
         for i in fx.range_constexpr(each):
             x, pieces = found[i]
             store_pieces(mine.at(i * partial_bytes(form)), pieces, lane)
@@ -157,7 +157,7 @@ def _page_of(a: SimpleNamespace, request, row, head, n, slot, topk: int):
 
 
 @flyc.jit
-def _attend(form, page, part, live, terms, factor, table, v_lds, lane):
+def attend_page(form, page, part, live, terms, factor, table, v_lds, lane):
     """(x, pieces of O / l) of a page against the row: flydsl_partial.py; none for live = 0."""
     x = fx.Float32(NONE)
     nothing = fx.Vector.filled(4, fx.Int32(0), fx.Int32)

@@ -20,10 +20,37 @@ from triton.runtime import jit
 from dcp.mailbox_layout import ErrorWord, Geometry
 from dcp.shard import Shard
 from gfx950_emu import Checks, Fault, Machine, Report, Schedule
-from rocm_msa.flydsl_compile import ARCH, TRITON_HIDDEN_POINTERS
+from rocm_msa.flydsl_compile import ARCH, TRITON_HIDDEN_POINTERS, Compiled
 from tests.ops.emulated_triton import CACHES, loaded, specialise
 
 LARGE = frozenset((*CACHES, "state"))
+
+
+@contextlib.contextmanager
+def queueing(
+    machine: Machine, rank: int, buffers: list[torch.Tensor], delay: int = 0,
+    compiled_by_name: dict[str, Compiled] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Every Triton kernel launched inside is queued on `machine` for `rank`.
+
+    buffers: memory that kernels find through pointers in memory. delay: in scheduling quanta.
+    """
+
+    def run(fn, *args, grid, warmup, **kwargs):
+        compiled, bound = specialise(fn, args, kwargs, ARCH, LARGE)
+        if compiled_by_name is not None:
+            compiled_by_name[compiled.kernel] = compiled
+        names = [n for n in compiled.arguments if n not in TRITON_HIDDEN_POINTERS]
+        machine.launch(
+            loaded(compiled), compiled.kernel, grid, compiled.block, [bound[n] for n in names],
+            lds_bytes=compiled.dynamic_lds_bytes, rank=rank, delay=delay, buffers=buffers,
+        )  # fmt: skip
+
+    with (
+        mock.patch.object(jit.JITFunction, "run", run),
+        mock.patch.object(torch.version, "hip", "emulated"),
+    ):
+        yield
 
 
 class Ranks:
@@ -47,7 +74,7 @@ class Ranks:
             places = [*self.mailboxes, self.status[-1]]
             self.addresses.append(torch.tensor([p.data_ptr() for p in places]))
         self.machine = Machine(checks=Checks.ALL)
-        self.compiled = {}
+        self.compiled: dict[str, Compiled] = {}
 
     def region(self, state: torch.Tensor, name: str) -> torch.Tensor:
         place = self.geometry.state[name]
@@ -71,25 +98,10 @@ class Ranks:
         assert found == [ErrorWord.parse(int(self.words(s, "error"))) for s in self.states]
         return found
 
-    @contextlib.contextmanager
-    def queueing(self, rank: int, delay: int = 0) -> Iterator[None]:
+    def queueing(self, rank: int, delay: int = 0) -> contextlib.AbstractContextManager[None]:
         """Every Triton kernel launched inside is queued for `rank`."""
-
-        def run(fn, *args, grid, warmup, **kwargs):
-            compiled, bound = specialise(fn, args, kwargs, ARCH, LARGE)
-            self.compiled[compiled.kernel] = compiled
-            names = [n for n in compiled.arguments if n not in TRITON_HIDDEN_POINTERS]
-            self.machine.launch(
-                loaded(compiled), compiled.kernel, grid, compiled.block, [bound[n] for n in names],
-                lds_bytes=compiled.dynamic_lds_bytes, rank=rank, delay=delay,
-                buffers=[*self.mailboxes, self.status[rank]],
-            )  # fmt: skip
-
-        with (
-            mock.patch.object(jit.JITFunction, "run", run),
-            mock.patch.object(torch.version, "hip", "emulated"),
-        ):
-            yield
+        buffers = [*self.mailboxes, self.status[rank]]
+        return queueing(self.machine, rank, buffers, delay, self.compiled)
 
     def run(self, schedule: Schedule | None = None, fault: Fault | None = None) -> Report:
         """Run what is queued; again: a replay."""

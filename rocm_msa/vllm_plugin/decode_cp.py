@@ -14,13 +14,15 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from rocm_msa.cache.dtype import CacheDType
+from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.errors import Refusals, check_int, expect
 
 if TYPE_CHECKING:
     import torch
 
     from dcp.api import Exchange
-    from dcp.plan import Scan
+    from dcp.plan import Batch, Scan
     from rocm_msa.cache.paged import IndexCache
     from rocm_msa.vllm_plugin.metadata import Part
     from rocm_msa.vllm_plugin.verify import Options, Serving
@@ -41,8 +43,12 @@ def asked_for(vllm_config: Any, options: Options) -> bool:
     return options.indexer_decode_cp or getattr(vllm_config.attention_config, FLAG, False)
 
 
-def check_config(vllm_config: Any, options: Options, refusals: Refusals) -> None:
-    """Refuse what the exchange was not made for; with one tensor-parallel rank anything goes."""
+def check_config(vllm_config: Any, options: Options, index: CacheDType, refusals: Refusals) -> None:
+    """Refuse what the exchange was not made for; with one tensor-parallel rank anything goes.
+
+    Args:
+        index: dtype of the index cache.
+    """
     least = options.indexer_decode_cp_min_blocks
     if least is not None:
         try:
@@ -57,33 +63,75 @@ def check_config(vllm_config: Any, options: Options, refusals: Refusals) -> None
         f"{FLAG}: not tested with data parallelism; "
         + expect("--data-parallel-size", 1, parallel.data_parallel_size),
     )
-    if vllm_config.device_config.device_type != "cpu":
-        refusals.check(False, f"{FLAG}: not part of this version on GPUs")
+    if vllm_config.device_config.device_type == "cpu":
+        return
+    refusals.check(
+        parallel.nnodes == 1,
+        f"{FLAG}: the ranks write into each other's memory, which needs one host; "
+        + expect("--nnodes", 1, parallel.nnodes),
+    )
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    served = ("bfloat16",) if index is CacheDType.BF16 else ("bfloat16", "float16")
+    refusals.check(
+        dtype in served,
+        f"{FLAG}: " + expect(f"--dtype with {index.value} index keys", f"one of {served}", dtype),
+    )
+    refusals.check(
+        options.backend != "reference",
+        f"{FLAG}: the reference has no exchange between GPUs; "
+        + expect("additional_config.rocm_msa.backend", "flydsl, triton or none", options.backend),
+    )
 
 
-def start(serving: Serving, dtype: torch.dtype) -> DecodeCp | None:
+def start(serving: Serving, vllm_config: Any) -> DecodeCp | None:
     """This rank's end, when the configuration asks for it; collective in the TP group."""
     if not serving.decode_cp:
         return None
     if serving.rank.tp == 1:
         logger.info("%s has no effect with one tensor-parallel rank", FLAG)
         return None
-    from dcp.plan import Scan
-
-    model = serving.model
-    scan = Scan(serving.index_page.page_bytes, model.index_dim * dtype.itemsize, model.topk_blocks)
-    return DecodeCp(_exchange(serving), serving, scan)
-
-
-def _exchange(serving: Serving) -> Exchange:
     from vllm.distributed.parallel_state import get_tp_group
 
+    from dcp.plan import Batch, Scan
+
+    model, dtype = serving.model, vllm_config.model_config.dtype
+    scan = Scan(serving.index_page.page_bytes, model.index_dim * dtype.itemsize, model.topk_blocks)
+    speculative = vllm_config.speculative_config
+    most = Batch(
+        vllm_config.scheduler_config.max_num_seqs,
+        1 + (speculative.num_speculative_tokens if speculative is not None else 0),
+        -(-vllm_config.model_config.max_model_len // BLOCK_TOKENS),
+    )
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    make = _between_processes if on_cpu else _between_gpus
+    return DecodeCp(make(get_tp_group().cpu_group, serving, most), serving, scan, most)
+
+
+def _between_processes(group: Any, serving: Serving, most: Batch) -> Exchange:
     from dcp.gloo import GlooExchange
 
     return GlooExchange(
-        get_tp_group().cpu_group,
+        group,
         serving.model.index_heads,
         timeout_s=_CPU_TIMEOUT_S,
+        backend=serving.options.backend,
+    )
+
+
+def _between_gpus(group: Any, serving: Serving, most: Batch) -> Exchange:
+    import torch
+
+    from dcp.runner import PeerExchange
+
+    model = serving.model
+    return PeerExchange(
+        group,
+        model.index_heads,
+        max_rows=most.rows,
+        max_blocks=most.max_blocks,
+        device=torch.device("cuda", torch.cuda.current_device()),
+        topk=model.topk_blocks,
+        head_dim=model.index_dim,
         backend=serving.options.backend,
     )
 
@@ -92,11 +140,12 @@ class DecodeCp:
     """One rank's end of the exchange, shared by all sparse layers.
 
     Attributes:
+        most: the largest batch that the exchange has room for.
         min_blocks: replaces the computed threshold; None for that.
     """
 
-    def __init__(self, exchange: Exchange, serving: Serving, scan: Scan) -> None:
-        self.exchange, self.scan = exchange, scan
+    def __init__(self, exchange: Exchange, serving: Serving, scan: Scan, most: Batch) -> None:
+        self.exchange, self.scan, self.most = exchange, scan, most
         model = serving.model
         self.kept = (model.topk_blocks, model.init_blocks, model.local_blocks)
         self.min_blocks = serving.options.indexer_decode_cp_min_blocks
@@ -114,6 +163,8 @@ class DecodeCp:
     ) -> torch.Tensor | None:
         """Blocks of decode rows, int32 `[index_heads, rows, topk]`; None: score them alone.
 
+        The choice is a function of shapes that all ranks share, so that all make the same one.
+
         Args:
             layer: the layer's number, on which the ranks must agree.
             index_q: `[rows, index_heads, head_dim]`, this rank's heads.
@@ -122,37 +173,45 @@ class DecodeCp:
         Raises:
             DcpError: no selection of this launch may be used; vLLM ends the engine.
         """
-        if not self._shares(part):
-            return None
-        return self.exchange.select(
-            index_q,
-            index_cache,
-            part.block_table,
-            part.seq_lens,
-            part.rows_per_request,
-            part.num_blocks,
-            *self.kept,
-            layer=layer,
-        )
-
-    def check(self) -> None:
-        """Raise the DcpError that any rank has met so far; once a step, waits for nothing."""
-        self.exchange.check()
-
-    def _shares(self, part: Part) -> bool:
-        """The choice for a batch: a function of its shape alone."""
         from dcp.plan import Batch, decide
 
         requests, max_blocks = part.block_table.shape
         batch = Batch(requests, part.rows_per_request, max_blocks)
         decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks)
-        way = ("shared" if decision.shared else "alone", decision.reason)
-        taken[way] += 1
-        if way not in self._logged:
-            self._logged.add(way)
-            logger.info(
-                "%s: decode batch %s (%s): %d requests x %d rows of up to %d blocks; the threshold "
-                "is %d blocks. Said once",
-                *(FLAG, *way, requests, part.rows_per_request, max_blocks, decision.threshold),
+        why = f"the threshold is {decision.threshold} blocks"
+        if not decision.shared:
+            return self._note("alone", decision.reason, batch, why)
+        if batch.rows > self.most.rows or max_blocks > self.most.max_blocks:
+            room = f"there is room for {self.most.rows} rows of {self.most.max_blocks} blocks"
+            return self._note("alone", "large", batch, room)
+        try:
+            ids = self.exchange.select(
+                index_q,
+                index_cache,
+                part.block_table,
+                part.seq_lens,
+                part.rows_per_request,
+                part.num_blocks,
+                *self.kept,
+                layer=layer,
             )
-        return decision.shared
+        except NotImplementedError as error:
+            # Of the shapes, before anything is sent: on every rank, or on none.
+            return self._note("alone", "unsupported", batch, str(error))
+        self._note("shared", decision.reason, batch, why)
+        return ids
+
+    def check(self) -> None:
+        """Raise the DcpError that any rank has met so far; once a step, waits for nothing."""
+        self.exchange.check()
+
+    def _note(self, path: str, reason: str, batch: Batch, why: str) -> None:
+        """Count a call; say why, the first time."""
+        taken[path, reason] += 1
+        if (path, reason) not in self._logged:
+            self._logged.add((path, reason))
+            logger.info(
+                "%s: decode batch %s (%s): %d requests x %d rows of up to %d blocks; %s. Said once",
+                *(FLAG, path, reason, batch.requests, batch.rows_per_request, batch.max_blocks),
+                why,
+            )

@@ -112,7 +112,7 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
             vllm_config.model_config.hf_config, "quantization_config", None
         )
         self.model = Model(vllm_config, self.serving, maybe_prefix(prefix, "model"))
-        shared = decode_cp.start(self.serving, vllm_config.model_config.dtype)
+        shared = decode_cp.start(self.serving, vllm_config)
         for layer in self.model.layers:
             layer.self_attn.decode_cp = shared
         self.lm_head = ParallelLMHead(

@@ -101,6 +101,7 @@ def resolve(vllm_config: Any) -> Serving:
     main_dtype = _dtype("--kv-cache-dtype", compat.cache_dtype_name(vllm_config), refusals)
     index_dtype = _dtype("indexer_kv_dtype", compat.indexer_dtype_name(vllm_config), refusals)
     _check_engine(vllm_config, options, refusals)
+    decode_cp.check_config(vllm_config, options, index_dtype, refusals)
     _check_quantization(vllm_config, refusals)
     if model is not None:
         length = vllm_config.model_config.max_model_len
@@ -184,7 +185,6 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         "--kv-cache-dtype-skip-layers: every layer has the same main cache dtype, got "
         f"{cache.kv_cache_dtype_skip_layers}",
     )
-    decode_cp.check_config(vllm_config, options, refusals)
     check(
         not compat.upstream_indexer_cp_requested(vllm_config),
         "minimax_m3_indexer_cp: vLLM's own indexer context parallelism does not apply to these "

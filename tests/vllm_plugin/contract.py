@@ -248,10 +248,13 @@ FIELDS = {
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
             "data_parallel_size",
+            "nnodes",
             "enable_dbo",
             "enable_expert_parallel",
         ],
     },
+    "vllm/config/scheduler.py": {"SchedulerConfig": ["max_num_seqs"]},
+    "vllm/config/speculative.py": {"SpeculativeConfig": ["num_speculative_tokens"]},
     "vllm/distributed/parallel_state.py": {"GroupCoordinator": ["cpu_group"]},
     "vllm/config/compilation.py": {
         "CompilationConfig": ["mode", "cudagraph_mode", "static_forward_context"],
@@ -267,6 +270,8 @@ FIELDS = {
             "compilation_config",
             "device_config",
             "lora_config",
+            "scheduler_config",
+            "speculative_config",
             "quant_config",
             "kernel_config",
             "additional_config",
@@ -283,7 +288,6 @@ FIELDS = {
     },
     "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ["P2P"]},
     "vllm/v1/outputs.py": {"KVConnectorOutput": ["finished_recving"]},
-    "vllm/v1/core/sched/output.py": {"SchedulerOutput": ["total_num_scheduled_tokens"]},
     "vllm/v1/request.py": {
         "Request": [
             *("request_id", "kv_transfer_params", "prompt_token_ids", "status"),

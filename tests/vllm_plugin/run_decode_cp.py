@@ -3,13 +3,16 @@
 python run_decode_cp.py CHECKPOINT OUTPUT.pt CASE.json
 
 CASE: `options` of the engine; `prompts`; `count` of tokens; `rounds`, each a threshold in blocks
-that every rank is set to before the prompts are asked again, or null to leave it.
+that every rank is set to before the prompts are asked again, null to leave it, or "silent" for a
+rank 1 that sends no results from then on.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,6 +38,14 @@ def take_counts(worker) -> dict[str, int]:
     return counts
 
 
+def fall_silent(worker) -> None:
+    """In a worker: rank 1 stops before its results, and nobody waits long for them."""
+    exchange = worker.get_model().model.layers[-1].self_attn.decode_cp.exchange
+    exchange.timeout = timedelta(seconds=2)
+    if exchange.shard.rank == 1:
+        exchange._results = lambda sent: threading.Event().wait()
+
+
 def main(checkpoint: str, output: str, case: str) -> None:
     from vllm.plugins import load_general_plugins
 
@@ -43,7 +54,9 @@ def main(checkpoint: str, output: str, case: str) -> None:
     rounds = []
     with engine(checkpoint, tensor_parallel_size=2, **asked["options"]) as llm:
         for blocks in asked["rounds"]:
-            if blocks is not None:
+            if blocks == "silent":
+                llm.collective_rpc(fall_silent)
+            elif blocks is not None:
                 llm.collective_rpc(set_threshold, args=(blocks,))
             answers = generate(llm, asked["prompts"], asked["count"])
             rounds.append(

@@ -14,9 +14,13 @@ import pytest
 import torch
 
 from dcp.api import DcpError
-from dcp.plan import Scan
+from dcp.plan import Batch, Scan
 from dcp.shard import Shard, Site
+from rocm_msa.cache.dtype import CacheDType
+from rocm_msa.capacity import MINIMAX_M3
+from rocm_msa.errors import Refusals
 from rocm_msa.vllm_plugin import decode_cp
+from rocm_msa.vllm_plugin.verify import Options, Serving
 from tests.ops.cases import int32
 from tests.vllm_plugin.run_decode_cp import ALONE
 from tests.vllm_plugin.test_verify import config, refusal
@@ -29,9 +33,11 @@ class FakeExchange:
     """Remembers its calls. `error` is what check raises."""
 
     def __init__(self, ranks: int = 4):
-        self.shard, self.calls, self.error = Shard(1, ranks, 4), [], None
+        self.shard, self.calls, self.error, self.refuses = Shard(1, ranks, 4), [], None, False
 
     def select(self, *arguments, **options):
+        if self.refuses:
+            raise NotImplementedError("expected fewer rows")
         self.calls.append((arguments, options))
         return "ids"
 
@@ -63,7 +69,7 @@ def shared(monkeypatch, caplog):
     model = SimpleNamespace(topk_blocks=16, init_blocks=1, local_blocks=2)
     options = SimpleNamespace(indexer_decode_cp_min_blocks=None)
     serving = SimpleNamespace(model=model, options=options)
-    return decode_cp.DecodeCp(FakeExchange(), serving, Scan(9216, 256))
+    return decode_cp.DecodeCp(FakeExchange(), serving, Scan(9216, 256), Batch(64, 4, 8192))
 
 
 def test_long_batches_are_shared_short_ones_are_not(shared, caplog):
@@ -90,6 +96,17 @@ def test_a_threshold_of_ones_own(shared):
     assert shared.select(0, "q", "cache", part(1, 1, 2)) is None
 
 
+def test_batches_that_do_not_fit_or_are_not_supported_go_alone_and_say_why(shared, caplog):
+    assert shared.select(0, "q", "cache", part(65, 4, 300)) is None
+    assert shared.select(0, "q", "cache", part(1, 1, 8193)) is None
+    shared.exchange.refuses = True
+    assert shared.select(0, "q", "cache", part(64, 4, 8192)) is None
+    assert decode_cp.taken == {("alone", "large"): 2, ("alone", "unsupported"): 1}
+    assert "there is room for 256 rows of 8192 blocks" in caplog.text
+    assert "alone (unsupported): 64 requests x 4 rows" in caplog.text
+    assert "expected fewer rows" in caplog.text and not shared.exchange.calls
+
+
 def test_the_error_is_looked_at_once_a_step_before_anything_else(shared, monkeypatch):
     from rocm_msa.vllm_plugin.metadata import MsaMetadataBuilder
 
@@ -110,10 +127,10 @@ def test_the_error_is_looked_at_once_a_step_before_anything_else(shared, monkeyp
 def test_one_rank_has_nothing_to_share(monkeypatch, caplog):
     hear(monkeypatch, caplog)
     serving = SimpleNamespace(decode_cp=True, rank=SimpleNamespace(tp=1))
-    assert decode_cp.start(serving, torch.bfloat16) is None
+    assert decode_cp.start(serving, None) is None
     assert "no effect with one tensor-parallel rank" in caplog.text
     serving = SimpleNamespace(decode_cp=False, rank=SimpleNamespace(tp=4))
-    assert decode_cp.start(serving, torch.bfloat16) is None
+    assert decode_cp.start(serving, None) is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -137,6 +154,65 @@ def test_refused(checkpoint):
         message = refusal(checkpoint, additional_config={"rocm_msa": asked})
         assert "additional_config.rocm_msa.indexer_decode_cp_min_blocks" in message
         assert words in message
+
+
+def gpu_config(dtype=torch.bfloat16, nnodes=1, tp=4):
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(indexer_decode_cp=True),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp, data_parallel_size=1, nnodes=nnodes
+        ),
+        device_config=SimpleNamespace(device_type="cuda"),
+        model_config=SimpleNamespace(dtype=dtype, max_model_len=20000),
+        scheduler_config=SimpleNamespace(max_num_seqs=48),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "index", "backend", "words"),
+    [
+        ({}, "nvfp4", None, None),
+        ({"dtype": torch.float16}, "fp8", "triton", None),
+        ({"nnodes": 2, "tp": 1, "dtype": torch.float32}, "bf16", "reference", None),
+        ({"nnodes": 2}, "nvfp4", None, "one host; --nnodes: expected 1, got 2"),
+        ({"dtype": torch.float32}, "nvfp4", None, "--dtype with nvfp4 index keys"),
+        ({"dtype": torch.float16}, "bf16", None, "--dtype with bf16 index keys"),
+        ({}, "nvfp4", "reference", "no exchange between GPUs"),
+    ],
+)
+def test_refused_between_gpus(change, index, backend, words):
+    refusals = Refusals("no")
+    options = Options(backend=backend)
+    decode_cp.check_config(gpu_config(**change), options, CacheDType.parse(index), refusals)
+    assert len(refusals.reasons) == (words is not None)
+    assert words is None or words in refusals.reasons[0]
+
+
+def test_gpus_exchange_through_memory_sized_for_the_largest_batch(monkeypatch):
+    from vllm.distributed import parallel_state
+
+    from dcp import runner
+
+    made = []
+
+    def peer_exchange(group, heads, **options):
+        made.append((group, heads, options))
+        return FakeExchange()
+
+    monkeypatch.setattr(runner, "PeerExchange", peer_exchange)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(cpu_group="ranks"))
+    serving = Serving(
+        MINIMAX_M3, MINIMAX_M3.shard(4), CacheDType.NVFP4, CacheDType.FP8, Options("triton"), True
+    )
+    started = decode_cp.start(serving, gpu_config())
+    assert started.scan == Scan(16384, 256, 16) and started.most == Batch(48, 4, 157)
+    wanted = {
+        "max_rows": 192, "max_blocks": 157, "device": torch.device("cuda", 2), "topk": 16,
+        "head_dim": 128, "backend": "triton",
+    }  # fmt: skip
+    assert made == [("ranks", 4, wanted)]
 
 
 def run_engine(tmp_path: Path, checkpoint: str, case: dict, **environment: str):

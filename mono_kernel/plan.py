@@ -1,6 +1,7 @@
 """Who does what in a launch: phases, tasks, work lists, scratch regions. Integers only.
 
-The grid is persistent: `workgroups` workgroups, one a compute unit. In each phase takes the tasks w, w + workgroups, ... The grid meets between phases (README.md).
+The grid is persistent: `workgroups` workgroups, one a compute unit. In each phase workgroup w takes
+the tasks w, w + workgroups, ... The grid meets between phases (README.md).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ REGION_ALIGN = 128
 WORD_BYTES = 8  # of the all-reduce: an fp32 value and a tag
 SITES = ("output", "down")  # phases that end in an all-reduce
 MAX_WORKGROUPS = 256
-PARTIAL_ML = 2 * GROUP  # fp32: maxima and sums of 16 heads
-PARTIAL_O = GROUP * HEAD_DIM  # fp32
+PARTIAL_BYTES = 2 * GROUP * HEAD_DIM  # fp16, of a page and row: ops/flydsl_partial.py
 TABLE_BYTES = 2048
 V_BYTES = 19456  # of a page in LDS, see rocm_msa/ops/flydsl_page.py
+LISTS_BYTES = 1024  # of the selection: a list of keys and of ids a wave, then ids a wave
 
 INPUTS = ("hidden", "residual", "weights", "main_cache", "index_cache", "batch")
 OUTPUTS = ("hidden_out", "residual_out")
@@ -79,12 +80,12 @@ PHASES = (
         "attend",
         lambda s, rows: s.kv_heads * rows * (s.topk // SLOTS_A_TASK),
         ("q", "scores", "main_cache", "batch"),
-        ("selected", "part_ml", "part_o"),
+        ("selected", "part_x", "part_o"),
     ),
     Phase(
         "join",
         lambda s, rows: rows,
-        ("part_ml", "part_o"),
+        ("part_x", "part_o"),
         ("attended", "attended_factor"),
     ),
     Phase(
@@ -168,7 +169,8 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     projected         bf16 [rows, features]
     q, index_q        bf16 [rows, heads, 128]
     selected          int32 [kv_heads, rows, topk]
-    part_ml, part_o   fp32 [kv_heads, rows, topk, 2, 16], [..., 2048] in lane order
+    part_x            fp32 [kv_heads, rows, topk, 16]
+    part_o            fp16 [kv_heads, rows, topk, 2048] in lane order
     attended          as normed, [rows, 2, q_heads * 128]; attended_factor fp32 [rows]
     post              E4M3 [rows, 2, hidden]; post_factor fp32 [rows]
     logits            fp32 [rows, experts]
@@ -187,8 +189,8 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
         ("q", 2 * rows * s.attended),
         ("index_q", 2 * rows * s.index_heads * HEAD_DIM),
         ("selected", 4 * items),
-        ("part_ml", 4 * PARTIAL_ML * items),
-        ("part_o", 4 * PARTIAL_O * items),
+        ("part_x", 4 * GROUP * items),
+        ("part_o", PARTIAL_BYTES * items),
         ("attended", 2 * rows * s.attended),
         ("attended_factor", 4 * rows),
         ("post", 2 * rows * s.hidden),
@@ -233,13 +235,13 @@ def lds_layout(shape: Shape) -> Layout:
     choice       int32 [rows, 8] experts of the rows, then fp32 [rows, 8] their weights
     list         int32 [256]: experts in use; then their number
     """
-    merged = WAVES * (V_BYTES + 4 * PARTIAL_ML)
+    attention = WAVES * V_BYTES + LISTS_BYTES
     products = WAVES * 2 * TILE * MAX_ROWS * 4
     route = MAX_ROWS * WAVES * 4
     return pack(
         [
             ("table", TABLE_BYTES),
-            ("work", max(merged, products, route)),
+            ("work", max(attention, products, route)),
             ("choice", 2 * 4 * MAX_ROWS * MAX_CHOSEN),
             ("list", 4 * MAX_EXPERTS + 16),
         ],
@@ -267,8 +269,8 @@ def writes(shape: Shape, phase: str, task: int, rows: int) -> list[tuple[str, in
         head, row = divmod(item, rows)
         first = (head * MAX_ROWS + row) * s.topk + part * SLOTS_A_TASK
         found = [
-            ("part_ml", 4 * PARTIAL_ML * first, 4 * PARTIAL_ML * SLOTS_A_TASK),
-            ("part_o", 4 * PARTIAL_O * first, 4 * PARTIAL_O * SLOTS_A_TASK),
+            ("part_x", 4 * GROUP * first, 4 * GROUP * SLOTS_A_TASK),
+            ("part_o", PARTIAL_BYTES * first, PARTIAL_BYTES * SLOTS_A_TASK),
         ]
         if part == 0:
             found.append(("selected", 4 * (head * MAX_ROWS + row) * s.topk, 4 * s.topk))

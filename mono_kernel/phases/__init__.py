@@ -1,0 +1,1 @@
+"""The phases of the layer, traced: a function `(ctx, task)` each; context.py says what ctx is."""

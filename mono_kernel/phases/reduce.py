@@ -1,0 +1,61 @@
+"""Sum over ranks of a tile of outputs, inside the launch: value and tag in one word of a mailbox.
+
+Each rank sends its part to every peer and adds all parts in rank order: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import flydsl.expr as fx
+
+from mono_kernel import plan
+from mono_kernel.shapes import TILE
+from rocm_msa.device import mailbox
+from rocm_msa.device.memory import global_address
+from rocm_msa.device.wave import WAVE
+
+_TIMES = (
+    4  # bound of a wait for a peer, in units of `patience`: longer than that for own workgroups
+)
+_OUTPUTS = 4  # a lane
+
+
+def across_ranks(ctx, name: str, task, values: list) -> list:
+    """The sums of a wave's tile over all ranks; one wave of the workgroup calls it.
+
+    name: the site, of plan.SITES. values: fp32, outputs 4 g + r of row lane % 16.
+    """
+    s, end = ctx.s, ctx.a
+    if s.tp == 1:
+        return values
+    tiles, first = s.hidden // TILE, plan.mailbox_layout(s)[name].offset
+
+    def places(box, sender) -> list:
+        at = (fx.Int64(sender * tiles + task) * _OUTPUTS * WAVE + fx.Int64(ctx.lane)) * mailbox.WORD
+        run = box.at(at + first)
+        return [run.at(r * WAVE * mailbox.WORD) for r in range(_OUTPUTS)]
+
+    for other in range(1, s.tp):
+        peer = (end.rank + other) % s.tp
+        # Writer: this lane, on this rank. Reader: the same lane, on the peer: system scope, one
+        # word. All rows' words are sent, so that none is older than a launch.
+        for place, value in zip(
+            places(mailbox.mailbox_of(end, peer), end.rank), values, strict=True
+        ):
+            mailbox.post(end, place, value.bitcast(fx.Uint32))
+    own = global_address(end.own)
+    wanted, peers, found = [], [], []
+    for sender in range(s.tp):
+        found += places(own, fx.Int32(sender))
+        wanted += [end.rank != sender] * _OUTPUTS
+        peers += [fx.Int32(sender)] * _OUTPUTS
+    site = 1 + plan.PHASE_NAMES.index(name) + plan.HAND_OFFS
+    words, _ = mailbox.collect(end, found, wanted, peers, site, _TIMES)
+    totals = None
+    for sender in range(s.tp):
+        mine = end.rank == sender
+        part = [
+            mine.select(value, word.bitcast(fx.Float32))
+            for value, word in zip(values, words[_OUTPUTS * sender :][:_OUTPUTS], strict=True)
+        ]
+        totals = part if totals is None else [t + p for t, p in zip(totals, part, strict=True)]
+    return totals

@@ -1,0 +1,74 @@
+"""Phase score: index scores of every causal block, as the op index_score_decode finds them.
+
+A wave takes blocks of a request for all its rows and index heads; requests start at different
+workgroups (plan.score_blocks).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+
+from mono_kernel.plan import LANES, WAVES
+from mono_kernel.shapes import HEAD_DIM, MAX_ROWS
+from rocm_msa.config import BLOCK_TOKENS
+from rocm_msa.device.memory import global_address
+from rocm_msa.device.nvfp4 import copy_table
+from rocm_msa.ops.flydsl_index_score import Keys, columns, score_block
+
+_KIND = SimpleNamespace(kind="nvfp4", query="bf16")
+
+
+def row_range(ctx, request, step):
+    """(keys that row `step` of a request sees, its causal blocks, kept first, end of candidates).
+
+    The row's candidates are the blocks [first, end); 0..first - 1 and end..blocks - 1 are kept.
+    """
+    s, a = ctx.s, ctx.a
+    n = global_address(a.seq_lens).uniform(fx.Int32, offset=fx.Int64(request) * 4)
+    n = fx.max(n - a.rows_per_request + step + 1, fx.Int32(0))
+    blocks = fx.min((n + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS, a.max_blocks)
+    first = fx.min(fx.Int32(s.init_blocks), blocks)
+    return n, blocks, first, fx.max(blocks - s.local_blocks, first)
+
+
+@flyc.jit
+def score(ctx):
+    s, a = ctx.s, ctx.a
+    copy_table(global_address(a.index_table), ctx.table, ctx.thread, LANES)
+    # Writers and readers: all waves.
+    fx.barrier()
+    keys = Keys(_KIND.kind, ctx.table)
+    row = s.index_heads * HEAD_DIM * 2
+    arguments = SimpleNamespace(
+        index_q=ctx.pointer(ctx.scratch("index_q"), fx.Uint32), q_row=fx.Int64(row),
+        q_head=fx.Int64(HEAD_DIM * 2), heads=s.index_heads, factor=a.index_factor,
+        pages=ctx.pointer(global_address(a.index_pages), fx.Uint32),
+        block_stride=a.index_stride, num_pages=a.index_blocks,
+        table_column=fx.Int64(1), out=ctx.pointer(ctx.scratch("scores"), fx.Float32),
+        out_head=fx.Int64(a.max_blocks) * MAX_ROWS, out_row=fx.Int64(a.max_blocks),
+        out_block=fx.Int64(1),
+    )  # fmt: skip
+    waves = ctx.workgroups * WAVES
+    mine = ctx.workgroup * WAVES + ctx.wave + waves * MAX_ROWS
+    for request in range(fx.Int32(0), a.requests, fx.Int32(1)):
+        request = fx.Int32(request)
+        n, blocks, _, _ = row_range(ctx, request, a.rows_per_request - 1)
+        begin = (mine - request * WAVES) % waves
+        if begin < blocks:
+            _score_request(ctx, arguments, keys, request, n, begin, blocks)
+
+
+@flyc.jit
+def _score_request(ctx, a, keys, request, n, begin, blocks):
+    """This wave's blocks of a request whose last row sees `n` keys."""
+    per = ctx.a.rows_per_request
+    tiles = ctx.s.index_heads  # of 16 (row, head) pairs: as many as 16 rows need
+    pairs = per * ctx.s.index_heads
+    own = columns(_KIND, tiles, a, fx.Int64(request * per), n - per + 1, pairs)
+    at = fx.Int64(request) * fx.Int64(ctx.a.max_blocks) * 4
+    table_row = global_address(ctx.a.block_table).at(at)
+    for block in range(begin, blocks, ctx.workgroups * WAVES):
+        score_block(a, keys, own, table_row, fx.Int32(block), masked=True)

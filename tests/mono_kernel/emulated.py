@@ -1,0 +1,140 @@
+"""The mono kernel in the emulator on one or several ranks, and its regions after a launch."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedule
+from mono_kernel import plan
+from mono_kernel.layer_gfx950 import Build, Memory, arguments
+from mono_kernel.shapes import MAX_ROWS
+from rocm_msa import kernel_manifest
+from rocm_msa.aot import compile_builds
+from tests.mono_kernel.steps import Step
+
+WORKGROUPS = 8
+PATIENCE = 20  # ms of the virtual clock
+POISON = 0x7F
+_CODES = {"i32": "i", "i64": "q", "f32": "f"}
+RANDOM = Schedule("random", 3, (1, 2000))
+
+
+@functools.cache
+def compiled(build: Build) -> tuple[kernel_manifest.Entry, CodeObject]:
+    """A kernel's manifest entry and code object, from the cache of rocm_msa.aot."""
+    with tempfile.TemporaryDirectory() as folder:
+        compile_builds([build], Path(folder), processes=1)
+        entry = kernel_manifest.read(Path(folder)).kernels[build.symbol]
+        return entry, CodeObject.from_bytes(kernel_manifest.read_code_object(Path(folder), entry))
+
+
+@dataclass
+class Rank:
+    """A rank's buffers. Scratch is poison: what a phase did not write must not be read."""
+
+    memory: Memory
+    mailbox: torch.Tensor
+    hidden_out: torch.Tensor
+    residual_out: torch.Tensor
+    packed: torch.Tensor
+    caches: tuple
+
+
+@dataclass
+class Group:
+    """All ranks of a step, in one address space. `status`: what the host would read."""
+
+    step: Step
+    phases: int = len(plan.PHASES)
+    workgroups: int = WORKGROUPS
+    ranks: list[Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        step = self.step
+        shape, rows = step.shape, step.batch.rows
+        self.build = Build.from_shape(shape, self.phases)
+        self.status = torch.zeros(step.tp, dtype=torch.int64)
+        boxes = [
+            torch.zeros(plan.mailbox_layout(shape).nbytes, dtype=torch.uint8)
+            for _ in range(step.tp)
+        ]
+        for rank, caches in enumerate(step.copies()):
+            addresses = [box.data_ptr() for box in boxes]
+            addresses.append(self.status[rank:].data_ptr())
+            scratch = plan.scratch_layout(shape, step.table.shape[1]).nbytes
+            state = torch.zeros(plan.state_layout().nbytes, dtype=torch.uint8)
+            state[:8].view(torch.int64)[0] = 1
+            memory = Memory(
+                torch.full((scratch,), POISON, dtype=torch.uint8), state,
+                torch.tensor(addresses), rank, PATIENCE, self.workgroups,
+            )  # fmt: skip
+            outs = [torch.full((rows, shape.hidden), float("nan")).bfloat16() for _ in range(2)]
+            packed = step.weights[rank].packed()
+            self.ranks.append(Rank(memory, boxes[rank], *outs, packed, caches))
+        self.boxes = boxes
+
+    def arguments(self, rank: int) -> list:
+        r, step = self.ranks[rank], self.step
+        return arguments(
+            self.build, r.memory, r.packed, r.caches, step.batch, step.hidden, step.residual,
+            r.hidden_out, r.residual_out,
+        )  # fmt: skip
+
+    def machine(self, schedule: Schedule, checks=Checks.ALL, device=None) -> Machine:
+        """With one launch of every rank queued."""
+        entry, code = compiled(self.build)
+        machine = Machine(device or DeviceModel(), schedule, checks)
+        for rank in range(len(self.ranks)):
+            self.queue(machine, rank, entry, code)
+        return machine
+
+    def queue(self, machine: Machine, rank: int, entry, code) -> None:
+        args = []
+        for value, argument in zip(self.arguments(rank), entry.arguments, strict=True):
+            scalar = argument.type != "ptr"
+            args.append(struct.pack("<" + _CODES[argument.type], value) if scalar else value)
+        machine.launch(
+            code, entry.symbol, (self.workgroups, 1, 1), entry.block, args,
+            lds_bytes=entry.dynamic_lds, rank=rank, buffers=[*self.boxes, self.status],
+        )  # fmt: skip
+
+    def run(self, schedule: Schedule = RANDOM, **options) -> Report:
+        """One launch on every rank, without a finding and without an error word."""
+        report = self.machine(schedule, **options).run()
+        report.raise_for_findings()
+        assert not self.status.any(), [hex(word) for word in self.status.tolist()]
+        return report
+
+    def region(self, name: str, rank: int = 0) -> torch.Tensor:
+        """A region in the shape and dtype of plan.scratch_layout, the batch's rows."""
+        s, rows = self.step.shape, self.step.batch.rows
+        r = self.ranks[rank]
+        if name in plan.OUTPUTS:
+            return getattr(r, name)
+        blocks = self.step.table.shape[1]
+        where = plan.scratch_layout(s, blocks)[name]
+        raw = r.memory.scratch[where.offset : where.end]
+        wide = {"normed": s.hidden, "attended": s.attended}
+        if name in wide:
+            if s.attention_format == "bf16":
+                return raw.view(torch.bfloat16).view(MAX_ROWS, wide[name])[:rows]
+            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, 2, wide[name])[:rows]
+        if name == "post":
+            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, 2, s.hidden)[:rows]
+        if name == "active":
+            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, s.slots, 2, s.widest)[:rows]
+        if name in ("scores", "selected"):
+            dtype, last = (torch.float32, blocks) if name == "scores" else (torch.int32, s.topk)
+            return raw.view(dtype).view(s.kv_heads, MAX_ROWS, last)[:, :rows]
+        dtype = {"stream": torch.bfloat16, "projected": torch.bfloat16, "chosen": torch.int32}
+        dtype |= {"q": torch.bfloat16, "index_q": torch.bfloat16}
+        found = raw.view(dtype.get(name, torch.float32)).view(MAX_ROWS, -1)[:rows]
+        if name in ("q", "index_q"):
+            return found.view(rows, -1, 128)
+        return found[:, 0] if name.endswith("_factor") else found

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -251,7 +252,13 @@ def test_health_check(status, code):
         server.shutdown()
         server.server_close()
         thread.join(60)
-    assert subprocess.run(command, timeout=120).returncode == 1  # nobody listens there any more
+
+
+def test_health_check_of_a_server_that_is_not_there():
+    with socket.socket() as bound:  # nobody else gets the port, and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        command = [sys.executable, DOCKER / "healthcheck.py", str(bound.getsockname()[1])]
+        assert subprocess.run(command, timeout=120).returncode == 1
 
 
 def test_requirements_that_are_not_met_end_the_build(tmp_path):
@@ -269,6 +276,38 @@ def test_requirements_that_are_not_met_end_the_build(tmp_path):
     assert "rich>=13: not installed" in done.stderr
     assert "numpy>=999: found" in done.stderr
     assert "torch" not in done.stderr and "nonsense" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "fails"),
+    [
+        ("rocm_msa.ops.x.kernel", "import flydsl.expr", False),
+        ("rocm_msa.ops.x.flydsl_gfx950", "import flydsl", True),
+        ("rocm_msa.ops.x.api", "from rocm_msa.ops.x import kernel", True),
+        ("rocm_msa.cli.thing", "import flydsl", True),
+        ("rocm_msa.ops.x.other", "import no_such_package", True),
+    ],
+)
+def test_self_test_finds_what_does_not_import(module, code, fails, tmp_path):
+    """FlyDSL may be missing to kernel code alone; anything else that is missing is a fault."""
+    for name, text in {"rocm_msa.ops.x.kernel": "import flydsl", module: code}.items():
+        path = tmp_path / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+        for parent in path.relative_to(tmp_path).parents:
+            if parent != Path("."):
+                (tmp_path / parent / "__init__.py").touch()
+    program = "import self_test; print(self_test.import_all(self_test.module_names(('-',))))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={"PYTHONPATH": f"{DOCKER}:{tmp_path}", "PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode != 0) is fails, done.stderr
+    assert not fails or f"{module} does not import" in done.stderr
 
 
 @pytest.mark.slow

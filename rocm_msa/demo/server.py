@@ -24,7 +24,7 @@ import psutil
 MARKER = "ROCM_MSA_DEMO_RUN"
 TAIL_LINES = 25
 POLL_SECONDS = 0.2
-GRACE_SECONDS, STARTING_GRACE_SECONDS, KILL_SECONDS = 10.0, 2.0, 10.0
+GRACE_SECONDS, STARTING_GRACE_SECONDS, KILL_SECONDS = 10.0, 2.0, 60.0
 
 # A proxy of the environment must not stand between us and our own server.
 open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open

@@ -83,7 +83,7 @@ def ids(answer: dict[str, Any]) -> list[str]:
 
 
 def post(
-    server: Server, body: dict[str, Any], path: str = "/v1/completions", timeout: float = 180
+    server: Server, body: dict[str, Any], path: str = "/v1/completions", timeout: float = 400
 ) -> dict[str, Any]:
     request = urllib.request.Request(
         server.url + path,
@@ -112,7 +112,7 @@ def failures(server: Server) -> dict[str, float]:
     return {k: v for k, v in kinds.items() if v}
 
 
-def wait_for(server: Server, name: str, value: float, seconds: float = 120.0) -> None:
+def wait_for(server: Server, name: str, value: float, seconds: float = 240.0) -> None:
     """Until a metric has a value."""
     end = time.monotonic() + seconds
     while (got := metrics(server).get(name)) != value:

@@ -37,7 +37,8 @@ from tests.vllm_plugin.pd_pair import (
 pytest.importorskip("nixl", reason="NIXL is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-DEBUG = {"debug_checks": True}
+PATIENT = {"lease_seconds": 600.0, "control_timeout_seconds": 120.0, "read_timeout_seconds": 600.0}
+DEBUG = PATIENT | {"debug_checks": True}
 
 
 def threads(server) -> int:
@@ -82,7 +83,11 @@ def test_descriptors_against_the_stock_connector(checkpoint, tmp_path):
     prompts = [prompt_of(n) for n in (128, 700, 2500)]
     blocks, found, texts = 1 + 6 + 20, {}, {}
     for connector in (ROWS, STOCK):
-        with pair(checkpoint, tmp_path / connector, connector=connector) as engines:
+        patient = {"extra": PATIENT if connector == ROWS else {}}
+        logs = tmp_path / connector
+        with pair(
+            checkpoint, logs, connector=connector, prefill=patient, decode=patient
+        ) as engines:
             texts[connector] = [engines.through(p) for p in prompts]
             assert texts[connector] == [engines.alone(p) for p in prompts]
             found[connector] = settled(engines.decode, connector, 3)
@@ -95,8 +100,13 @@ def test_descriptors_against_the_stock_connector(checkpoint, tmp_path):
 
 def test_handshake_refusal_between_engines(checkpoint, tmp_path):
     """Another index dtype on one side: both logs name both values, the request is recomputed."""
-    other = {"flags": ("--attention-config", json.dumps({"indexer_kv_dtype": "fp8"}))}
-    with pair(checkpoint, tmp_path, prefill=other) as engines:
+    other = ("--attention-config", json.dumps({"indexer_kv_dtype": "fp8"}))
+    with pair(
+        checkpoint,
+        tmp_path,
+        prefill={"flags": other, "extra": PATIENT},
+        decode={"extra": PATIENT},
+    ) as engines:
         prompt = prompt_of(300)
         params = engines.prefilled(prompt)
         got = ids(engines.ask(engines.decode, prompt, 8, kv_transfer_params=params))
@@ -123,7 +133,8 @@ def decode_all(engines, prompts, handed, tokens, meanwhile=None):
 
 def test_faults_of_a_pair(checkpoint, tmp_path):
     """Expiry, a full pool, prefill killed under load and started anew, the decode engine's end."""
-    extra = {"lease_seconds": 10.0, "control_timeout_seconds": 2.0, "read_timeout_seconds": 10.0}
+    # A lease is waited for twice; the six prompts must be prefilled within one.
+    extra = {"lease_seconds": 60.0, "control_timeout_seconds": 20.0, "read_timeout_seconds": 30.0}
     # 28 blocks: three of the long prompts at a time.
     small = ("--num-gpu-blocks-override=28", "--max-model-len=3000")
     with pair(
@@ -184,8 +195,7 @@ def test_faults_of_a_pair(checkpoint, tmp_path):
 
 
 def test_policy_fail_gives_a_clear_error(checkpoint, tmp_path):
-    fast = {"extra": {"control_timeout_seconds": 1.0}}
-    with pair(checkpoint, tmp_path, decode=fast, policy="fail") as engines:
+    with pair(checkpoint, tmp_path, decode={"extra": PATIENT}, policy="fail") as engines:
         prompt = prompt_of(200)
         params = engines.prefilled(prompt)
         with socket.socket() as nobody:
@@ -203,7 +213,7 @@ def test_policy_fail_gives_a_clear_error(checkpoint, tmp_path):
 
 def test_500_requests_with_random_aborts(checkpoint, tmp_path):
     """Clients that leave at any moment: no wrong token, no block, thread or lease is left."""
-    extra = {"extra": DEBUG | {"lease_seconds": 20.0}}
+    extra = {"extra": DEBUG | {"lease_seconds": 60.0}}
     with pair(checkpoint, tmp_path, proxy=True, prefill=extra, decode=extra) as engines:
         generator = random.Random(0)
         prompts = [prompt_of(generator.randrange(1, 700), seed=s) for s in range(25)]

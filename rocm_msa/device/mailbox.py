@@ -23,6 +23,7 @@ WORD = 8  # bytes of a tagged word, a flag, an error word
 _TAG_BIT = -(1 << 31)
 _SYSTEM, _AGENT = None, "agent"
 TICKS_A_MS = 100_000  # of s_memrealtime
+MORE_TIMES = 8
 _SLEEP = 1  # 64 cycles
 _SET_BIT = 32  # of an error word
 
@@ -85,24 +86,29 @@ def collect(end, places, wanted, peers, site, times):
         places: of each lane, a list; all lanes of the wave take part.
         wanted: a Boolean of each lane for each place; other places are not looked at.
         peers: Int32 of each lane for each place: who writes it.
-        site: for the error word. times: bound, in units of `end.patience`.
+        site: for the error word. times: bound, in units of `end.patience`; MORE_TIMES longer while
+            more than one peer is missing: one may itself wait for the other, and knows more.
 
     Returns:
         payloads, a list of Uint32, valid where wanted; whether all are there.
     """
-    payload, lacking = _look(end, places, wanted, peers)
-    there = _nobody(lacking >= 0)
+    payload, least, most = _look(end, places, wanted, peers)
+    there = _nobody(least >= 0)
     over = there
-    began = _now()
+    peer, began = fx.Int32(0), _now()
     while over == False:  # noqa: E712
         rocdl.s_sleep(_SLEEP)
-        payload, lacking = _look(end, places, wanted, peers)
-        there = _nobody(lacking >= 0)
-        late = (_now() - began) > _bound(end, times)
+        payload, least, most = _look(end, places, wanted, peers)
+        lacking = least >= 0
+        there = _nobody(lacking)
+        lanes = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, lacking.ir_value()))
+        peer = _lane(least, fx.Int32(fx.cttz(lanes)) & 63)
+        alone = _nobody(lacking & ((least != peer) | (most != peer)))
+        waited = _now() - began
+        late = waited > alone.select(_bound(end, times), _bound(end, times + MORE_TIMES))
         over = there | late | _heard(end)
     if there == False:  # noqa: E712
-        lanes = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, (lacking >= 0).ir_value()))
-        fail(end, site, _lane(lacking, fx.Int32(fx.cttz(lanes))))
+        fail(end, site, peer)
     return [payload[i] for i in range(len(places))], there
 
 
@@ -218,14 +224,17 @@ def _state(end, offset: int) -> Bytes:
 
 
 def _look(end, places, wanted, peers):
-    """(payloads as one vector; in each lane who did not write a word that it wants, or -1)."""
+    """(payloads as one vector; in each lane the lowest and the highest number of the peers that did
+    not write a word that it wants, or -1)."""
     found = [_load(place, _SYSTEM) for place in places]
-    lacking = fx.Int32(-1)
+    least, most = fx.Int32(-1), fx.Int32(-1)
     for word, want, peer in zip(found, wanted, peers, strict=True):
         absent = want & (fx.Int32(word >> 32) != end.tag)
-        lacking = absent.select(peer, lacking)
+        lower = (least < 0).select(peer, fx.min(least, peer))
+        least = absent.select(lower, least)
+        most = absent.select(fx.max(most, peer), most)
     payload = [fx.Uint32(fx.Int32(word)) for word in found]
-    return fx.Vector.from_elements(payload, fx.Uint32), lacking
+    return fx.Vector.from_elements(payload, fx.Uint32), least, most
 
 
 def _reported(end) -> fx.Int64:

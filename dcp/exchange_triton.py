@@ -119,6 +119,7 @@ def run(
     results: Results | None = None,
     patience_ms: int = 5000,
     grid: int | None = None,
+    times: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queue one launch of this rank: no allocation, no wait.
 
@@ -131,6 +132,8 @@ def run(
         layer: names the launch: ranks at different layers find each other out.
         patience_ms: the shortest bound of a wait; the longest is four times that.
         grid: programs, by default all that are resident; fewer where ranks share a GPU.
+        times: int64 `[len(PHASES) + 1]` for ticks of the first program: when it began, and the end
+            of each phase.
     """
     results = results or choose_results(shard, batch.max_blocks, topk)
     check_batch(geometry, shard, index_q, index_cache, batch, topk, results)
@@ -155,7 +158,7 @@ def run(
         launch_digest(batch, shard, topk, init_blocks, local_blocks, layer, results),
         addresses, shard.rank, state.view(torch.int64), patience_ms * TICKS_A_MS[platform()],
         geometry.rows, geometry.slots, geometry.result_words, geometry.buffer.nbytes // WORD,
-        buffer_at["results"], geometry.scrub_chunks - 1, out, *out.stride(),
+        buffer_at["results"], geometry.scrub_chunks - 1, out, *out.stride(), times,
         RANKS=shard.ranks, HEADS=shard.heads, TOPK=topk, SCORES=results is Results.SCORES,
         BUFFERS_AT=geometry.mailbox["buffer0"].offset // WORD, HELLO_AT=buffer_at["hello"],
         QUERIES_AT=buffer_at["queries"], ERROR_AT=state_at["error"],

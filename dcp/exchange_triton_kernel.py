@@ -15,43 +15,21 @@ import triton
 import triton.language as tl
 
 from dcp import triton_mailbox as box
+from dcp import triton_select as pick
 from dcp.mailbox_layout import BUFFERS, SCRUB_WORDS
 from dcp.shard import Site
 from rocm_msa.ops.triton_common import page_halves
 
+PHASES = ("push", "wait", "score", "send", "merge")
 TILE = 32  # tokens of a product
-CHUNK = 128  # keys that are ranked at a time
 # Bounds of the waits in units of the launch's patience: who misses a message itself reports first.
-_START, _QUERIES, _OWN, _RESULTS = (tl.constexpr(times) for times in (1, 2, 3, 4))
+# The last and longest is triton_select.RESULT_TIMES.
+_START, _QUERIES, _OWN = (tl.constexpr(times) for times in (1, 2, 3))
 _NO_START, _NO_QUERIES, _NO_RESULTS, _OTHER_SHAPE = (
     tl.constexpr(int(site)) for site in (Site.START, Site.QUERIES, Site.RESULTS, Site.SHAPE)
 )
 _BUFFERS, _SCRUB = tl.constexpr(BUFFERS), tl.constexpr(SCRUB_WORDS)
-_TILE, _CHUNK = tl.constexpr(TILE), tl.constexpr(CHUNK)
-_ABSENT = tl.constexpr(-(1 << 60))
-
-
-@triton.jit
-def _row_range(batch, row, known):
-    """(init, last, nb) of rows: their candidates are the blocks [init, last)."""
-    count = tl.load(batch[0] + row, mask=known, other=0)
-    count = tl.maximum(tl.minimum(count, batch[3]), 0)
-    init = tl.minimum(batch[4], count)
-    return init, tl.maximum(count - batch[5], init), count
-
-
-@triton.jit
-def _owned(rank, blocks, RANKS: tl.constexpr):
-    """How many of the first `blocks` blocks a rank scores."""
-    return tl.maximum(blocks - rank + (RANKS - 1), 0) // RANKS
-
-
-@triton.jit
-def _order_key(score):
-    """int32 bits of the key: monotone in fp32, -0 equal to +0, NaN (1) below -inf; never 0."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) | -2147483648)
-    return tl.where(score == score, key, 1)
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -62,11 +40,11 @@ def _survey(batch, rank, RANKS: tl.constexpr, REQUESTS: tl.constexpr):
     longest, mark = tl.zeros((REQUESTS,), tl.int32), tl.zeros((REQUESTS,), tl.int32)
     for i in range(batch[2]):
         row = request * batch[2] + i
-        _, last, count = _row_range(batch, row, known)
+        _, last, count = pick.row_range(batch, row, known)
         longest = tl.maximum(longest, last)
         mixed = (count + 1) * ((row * 2 + 1) * 0x61C88647 | 1)
         mark += tl.where(known, mixed ^ (mixed >> 15), 0)
-    owned = tl.where(known, _owned(rank, longest, RANKS), 0)
+    owned = tl.where(known, pick.owned(rank, longest, RANKS), 0)
     return tl.cumsum(owned, 0), tl.sum(mark)
 
 
@@ -165,69 +143,6 @@ def _block_scores(
 
 
 @triton.jit
-def _best_of_kept(place, begin, stop, id_step, id_first, K: tl.constexpr):
-    """The best of this rank's blocks [begin, stop) of one (row, head), in order `[K]`."""
-    ranks = _ABSENT - tl.arange(0, K).to(tl.int64)
-    for first in range(begin, stop, _CHUNK):
-        k = first + tl.arange(0, _CHUNK)
-        key = tl.load(place + k, mask=k < stop, other=0).to(tl.int64) & 0xFFFFFFFF
-        more = tl.topk(_ranked(key, k * id_step + id_first, k < stop), K)
-        ranks = tl.topk(tl.reshape(tl.join(ranks, more), (2 * K,)), K)
-    return ranks
-
-
-@triton.jit
-def _ranked(key, ids, present):
-    """Numbers that order as (key, lower id first); below 0: none. Keys int64, ids < 2^24."""
-    ids = ids.to(tl.int64)
-    return tl.where(present & (key != 0), key * 16777216 - ids, _ABSENT - ids)
-
-
-@triton.jit
-def _id_of(ranks):
-    return tl.where(ranks > 0, (-ranks) & 0xFFFFFF, -1).to(tl.int32)
-
-
-@triton.jit
-def _merge_scores(
-    end, line, sender_words, init, last, K: tl.constexpr, RANKS: tl.constexpr,
-    R: tl.constexpr, AMD: tl.constexpr,
-):  # fmt: skip
-    """(rank-ordered best, whether all came) of all blocks' scores of one (row, head)."""
-    best = _ABSENT - tl.arange(0, K).to(tl.int64)
-    ok, first = init == init, init
-    while (first < last) & ok:
-        block = first + tl.arange(0, _CHUNK)
-        sender = block % RANKS
-        place = line + sender * sender_words + block // RANKS
-        key, ok = box.collect(
-            end, place, block < last, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD
-        )
-        more = tl.topk(_ranked(key, block, block < last), K)
-        best = tl.topk(tl.reshape(tl.join(best, more), (2 * K,)), K)
-        first += _CHUNK
-    return best, ok
-
-
-@triton.jit
-def _merge_candidates(
-    end, line, sender_words, init, last, TOPK: tl.constexpr, K: tl.constexpr,
-    RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
-):  # fmt: skip
-    """The same of every rank's best blocks."""
-    listed = tl.arange(0, R * K)
-    sender, i = listed // K, listed % K
-    some = _owned(sender, init, RANKS) < _owned(sender, last, RANKS)
-    wanted = some & (sender < RANKS) & (i < TOPK)
-    place = line + sender * sender_words + i
-    key, ok = box.collect(end, place, wanted, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD)
-    block, also = box.collect(
-        end, place + TOPK, wanted, sender, _NO_RESULTS, _RESULTS, RANKS, R, AMD
-    )
-    return tl.topk(_ranked(key, block, wanted), K), ok & also
-
-
-@triton.jit
 def _score(
     end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages, block_stride,
     num_pages, k_scale, max_rows, slots, result_words, HEADS: tl.constexpr, OWN: tl.constexpr,
@@ -255,7 +170,7 @@ def _score(
             mine = p < pairs
             head, row = p % HEADS, request * batch[2] + p // HEADS
             owner = head // OWN * REPLICAS
-            init, last, _ = _row_range(batch, row, mine)
+            init, last, _ = pick.row_range(batch, row, mine)
             queries = end[0] + q_at + (head * max_rows + row) * W
             qa, qb, there = _query_halves(end, queries, mine, owner, W, KIND, Q, QK, RANKS, R, AMD)
             ok = ok & there
@@ -267,7 +182,7 @@ def _score(
                 score = _block_scores(
                     qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES, D, KIND, QK
                 )
-                key, wanted = _order_key(score), mine & (block >= init) & (block < last)
+                key, wanted = pick.order_key(score), mine & (block >= init) & (block < last)
                 if SCORES:
                     for replica in tl.static_range(REPLICAS):
                         to = tl.load(end[1] + owner + replica).to(tl.pointer_type(tl.int64))
@@ -291,8 +206,8 @@ def _send_candidates(
     every, slot = tl.arange(0, REQUESTS), tl.arange(0, K)
     for item in range(first, batch[1] * batch[2] * HEADS, programs):
         row, head = item // HEADS, item % HEADS
-        init, last, _ = _row_range(batch, row, True)
-        begin, stop = _owned(rank, init, RANKS), _owned(rank, last, RANKS)
+        init, last, _ = pick.row_range(batch, row, True)
+        begin, stop = pick.owned(rank, init, RANKS), pick.owned(rank, last, RANKS)
         if ok & (begin < stop):
             start = tl.max(tl.where(every < row // batch[2], upto, 0))
             ok = box.await_flags(
@@ -301,44 +216,21 @@ def _send_candidates(
             )  # fmt: skip
             if ok:
                 kept = keys + (head * max_rows + row) * slots
-                best = _best_of_kept(kept, begin, stop, RANKS, rank, K)
+                best = pick.best_of_kept(kept, begin, stop, RANKS, rank, K)
                 key = tl.where(best > 0, (best + 0xFFFFFF) // 16777216, 0)
                 result = r_at + (((head % OWN) * RANKS + rank) * max_rows + row) * result_words
                 for replica in tl.static_range(REPLICAS):
                     owner = head // OWN * REPLICAS + replica
                     to = tl.load(end[1] + owner).to(tl.pointer_type(tl.int64)) + result
                     box.post(end, to + slot, key, slot < TOPK, AMD)
-                    box.post(end, to + TOPK + slot, _id_of(best), slot < TOPK, AMD)
+                    box.post(end, to + TOPK + slot, pick.id_of(best), slot < TOPK, AMD)
     return ok
 
 
 @triton.jit
-def _select(
-    end, batch, ok, r_at, max_rows, result_words, out, out_head, out_row, out_slot,
-    OWN: tl.constexpr, SCORES: tl.constexpr, TOPK: tl.constexpr, K: tl.constexpr,
-    RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
-):  # fmt: skip
-    """Merge what all ranks sent for the own heads, and write the selection."""
-    slot = tl.arange(0, K)
-    sender_words = max_rows * result_words
-    for item in range(tl.program_id(0), batch[1] * batch[2] * OWN, tl.num_programs(0)):
-        row, own_head = item // OWN, item % OWN
-        init, last, count = _row_range(batch, row, True)
-        line = end[0] + r_at + (own_head * RANKS * max_rows + row) * result_words
-        best = _ABSENT - slot.to(tl.int64)
-        if ok:
-            if SCORES:
-                best, ok = _merge_scores(end, line, sender_words, init, last, K, RANKS, R, AMD)
-            else:
-                best, ok = _merge_candidates(
-                    end, line, sender_words, init, last, TOPK, K, RANKS, R, AMD
-                )
-        always = init + count - last
-        kept = tl.where(slot < init, slot, last + slot - init)
-        to = out + own_head.to(tl.int64) * out_head + row.to(tl.int64) * out_row
-        kept, ranked = tl.where(ok, kept, -1), tl.where(ok, _id_of(best), -1)
-        tl.store(to + slot * out_slot, kept, mask=slot < tl.minimum(always, TOPK))
-        tl.store(to + (always + slot) * out_slot, ranked, mask=slot < TOPK - always)
+def _note(times, phase: tl.constexpr, AMD: tl.constexpr):
+    if times is not None:
+        tl.store(times + phase, box.now(AMD), mask=tl.program_id(0) == 0)
 
 
 _PLAIN = [
@@ -381,6 +273,7 @@ def exchange_kernel(
     out_head,
     out_row,
     out_slot,
+    times,  # int64 [PHASES + 1] or None: ticks at the end of each phase of the first program
     RANKS: tl.constexpr,
     HEADS: tl.constexpr,  # of the model
     TOPK: tl.constexpr,
@@ -415,6 +308,7 @@ def exchange_kernel(
     buffer = BUFFERS_AT + (gen % _BUFFERS) * buffer_words
     q_at, r_at = buffer + QUERIES_AT, buffer + results_at
     keys = (state + KEYS_AT).to(tl.pointer_type(tl.int32))
+    _note(times, 0, AMD)
     upto, mark = _survey(batch, rank, RANKS, REQUESTS)
     seen = launch ^ mark
     if box.hear_first(end, RANKS, R, AMD) == 0:
@@ -422,12 +316,15 @@ def exchange_kernel(
             end, q, q_row, q_head, requests * rows_per_request, seen, buffer, HELLO_AT, QUERIES_AT,
             max_rows, scrub_mask, BUFFERS_AT, buffer_words, OWN, REPLICAS, D // 2, RANKS, R, AMD,
         )  # fmt: skip
+    _note(times, 1, AMD)
     ok = _all_here(end, own_box + buffer + HELLO_AT, RANKS, R, AMD)
+    _note(times, 2, AMD)
     ok = _score(
         end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages,
         block_stride, num_pages, k_scale, max_rows, slots, result_words, HEADS, OWN, REPLICAS,
         SCORES, PAIRS, D, K_SCALES, KIND, Q, QK, RANKS, R, AMD,
     )  # fmt: skip
+    _note(times, 3, AMD)
     if SCORES == 0:
         flags = state + FLAGS_AT
         box.raise_flag(end, flags + tl.program_id(0), AMD)
@@ -435,8 +332,10 @@ def exchange_kernel(
             end, batch, upto, ok, r_at, keys, flags, max_rows, slots, result_words, HEADS, OWN,
             REPLICAS, TOPK, K, REQUESTS, RANKS, R, AMD,
         )  # fmt: skip
-    _select(
+    _note(times, 4, AMD)
+    pick.select(
         end, batch, ok, r_at, max_rows, result_words, out, out_head, out_row, out_slot, OWN,
         SCORES, TOPK, K, RANKS, R, AMD,
     )  # fmt: skip
+    _note(times, 5, AMD)
     box.arrive(end, (state + ARRIVALS_AT).to(tl.pointer_type(tl.int32)), state)

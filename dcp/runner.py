@@ -58,6 +58,7 @@ class PeerExchange:
         patience_ms: after which the first wait for a peer ends; the last one after four times that.
         grid: workgroups of a launch; None: all that are resident.
         runtime: of the peer memory; None finds torch's.
+        times: of exchange_triton.run, for benchmarks.
 
     Attributes:
         shard, geometry, backend.
@@ -83,6 +84,7 @@ class PeerExchange:
         patience_ms: int = 5000,
         grid: int | None = None,
         runtime: PeerRuntime | None = None,
+        times: torch.Tensor | None = None,
     ) -> None:
         group = as_group(group)
         self.device = torch.device(device)
@@ -98,6 +100,8 @@ class PeerExchange:
         self.backend = _choose(backend, self.device)
         self._kernel = _module(self.backend)
         self._how = {"results": results, "patience_ms": patience_ms, "grid": grid}
+        if times is not None:
+            self._how["times"] = times
         self._memory = PeerMemory(
             group, self.geometry.mailbox.nbytes, self.device, runtime=runtime,
             terms={

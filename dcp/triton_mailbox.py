@@ -10,9 +10,9 @@ this rank's end of a launch, a tuple:
     3 status    int64 pointer: the error word, for the host
     4 rank      int32
     5 gen       int64: the launch, from 1
-    6 patience  int64: ticks of `_now`
+    6 patience  int64: ticks of `now`
 
-What differs between GPUs is in `_peek`, `_put`, `_now`, `release` and `acquire`.
+What differs between GPUs is in `_peek`, `_put`, `now`, `release` and `acquire`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _put(place, word, wanted, AMD: tl.constexpr):
 
 
 @triton.jit
-def _now(AMD: tl.constexpr):
+def now(AMD: tl.constexpr):
     """Ticks: of 10 ns on AMD, of 1 ns on NVIDIA."""
     if AMD:
         return tl.inline_asm_elementwise(
@@ -147,11 +147,11 @@ def _await(
 ):  # fmt: skip
     """Wait until the wanted words have `want` above their low SHIFT bits: (words, whether so)."""
     word, lacking = _look(place, wanted, peer, want, SHIFT, AMD)
-    began = _now(AMD)
+    began = now(AMD)
     over = lacking < 0
     while over == 0:
         word, lacking = _look(place, wanted, peer, want, SHIFT, AMD)
-        late = _now(AMD) - began > end[6] * times
+        late = now(AMD) - began > end[6] * times
         over = (lacking < 0) | late | hear(end, RANKS, R, AMD)
     if lacking >= 0:
         fail(end, site, lacking, RANKS, R, AMD)

@@ -34,6 +34,7 @@ from rocm_msa import ops
 from rocm_msa.cache.paged import IndexCache, MainCache
 from rocm_msa.vllm_plugin import metrics
 from rocm_msa.vllm_plugin.decode_cp import DecodeCp
+from rocm_msa.vllm_plugin.kernels import WarmUp
 from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
 from rocm_msa.vllm_plugin.verify import Serving
 
@@ -44,11 +45,13 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     """A layer with a paged cache that vLLM allocates: `cache` is our view of `kv_cache`.
 
     vLLM releases the memory by assigning an empty tensor to `kv_cache`; the view goes with it.
+    warm_up: what waits for the caches, set by the model.
     """
 
     def __init__(self, serving: Serving, layer_name: str) -> None:
         super().__init__()
         self.serving, self.layer_name = serving, layer_name
+        self.warm_up: WarmUp | None = None
         self.kv_cache = torch.tensor([])
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if layer_name in layers:
@@ -63,6 +66,8 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     def kv_cache(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
         self.cache = self.view(kv_cache) if kv_cache.numel() else None
+        if self.cache is not None and self.warm_up is not None:
+            self.warm_up.bound(self.layer_name)
 
     def view(self, kv_cache: torch.Tensor) -> MainCache | IndexCache:
         """Our cache over the memory `[num_blocks, heads, 128, bytes]` that vLLM gives."""
@@ -167,6 +172,13 @@ class MsaAttention(CacheLayer):
             kv_quant_mode=get_kv_quant_mode(self.serving.main_dtype.value),
             state_content_bytes=page.token_bytes // page.kv_heads,
         )
+
+    def share(self, decode_cp: DecodeCp | None, warm_up: WarmUp) -> None:
+        """Take what the layers of a model have in common."""
+        self.decode_cp = decode_cp
+        self.warm_up = warm_up
+        if self.sparse:
+            self.index_cache.warm_up = warm_up
 
     def norms(self) -> ops.Norms:
         return ops.Norms(

@@ -36,6 +36,8 @@ taken: Counter[tuple[str, str]] = Counter()
 
 _CPU_TIMEOUT_S = 300.0
 """For one message. Ranks wait for each other in every layer anyway, so they are never far apart."""
+_GPU_PATIENCE_MS = 20_000
+"""Of the first wait of a launch; beyond what a rank may take to compile a kernel meanwhile."""
 
 
 def asked_for(vllm_config: Any, options: Options) -> bool:
@@ -132,6 +134,7 @@ def _between_gpus(group: Any, serving: Serving, most: Batch) -> Exchange:
         device=torch.device("cuda", torch.cuda.current_device()),
         topk=model.topk_blocks,
         head_dim=model.index_dim,
+        patience_ms=_GPU_PATIENCE_MS,
         backend=serving.options.backend,
     )
 

@@ -1,18 +1,22 @@
-"""Compiled kernels at start-up: on gfx950 they are loaded before anything is served, or it is said
-why not and how to build them. Elsewhere nothing happens."""
+"""Kernels at start-up, on GPUs: those compiled ahead are loaded before anything is served, or it is
+said why not and how to build them; what Triton will run is compiled once the caches are there."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_msa import aot, launcher
+from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.ops import dispatch
 from rocm_msa.vllm_plugin import metrics
 
 if TYPE_CHECKING:
+    from rocm_msa.vllm_plugin.attention import MsaAttention
     from rocm_msa.vllm_plugin.verify import Serving
 
 logger = logging.getLogger("vllm.rocm_msa")
@@ -46,7 +50,7 @@ def start(serving: Serving, dtype: torch.dtype) -> None:
     asked_for = options.code_objects is not None or options.backend == "flydsl"
     try:
         loaded = launcher.start(options.code_objects, device)
-        missing = loaded.missing(aot.builds(_config(serving, dtype)))
+        missing = _missing(loaded, serving, dtype)
         if missing:
             raise RuntimeError(f"{loaded.directory} lacks {', '.join(missing)}")
     except RuntimeError as error:
@@ -64,6 +68,78 @@ def _check_ops(serving: Serving) -> None:
             f"backend flydsl: {', '.join(lacking)} has no FlyDSL kernels; leave the backend out, "
             "then each op takes the first that it has"
         )
+
+
+class WarmUp:
+    """Compiles what Triton will run, when the last cache of the model has got its memory.
+
+    Args:
+        layers: the attention layers; each calls `bound` with its name, and for its index cache.
+    """
+
+    def __init__(self, serving: Serving, vllm_config: Any, layers: Sequence[MsaAttention]) -> None:
+        self.serving, self.layers = serving, layers
+        self.dtype = vllm_config.model_config.dtype
+        speculative = vllm_config.speculative_config
+        self.rows = {1, 1 + (speculative.num_speculative_tokens if speculative else 0)}
+        self.requests = vllm_config.scheduler_config.max_num_seqs
+        self.tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_blocks = -(-vllm_config.model_config.max_model_len // BLOCK_TOKENS)
+        self._waiting = {layer.layer_name for layer in layers}
+        self._waiting |= {layer.index_cache.layer_name for layer in layers if layer.sparse}
+
+    def bound(self, name: str) -> None:
+        """The cache of layer `name` has its memory; at the last one, compile."""
+        if name in self._waiting:
+            self._waiting.remove(name)
+            if not self._waiting:
+                self._run()
+
+    def _run(self) -> None:
+        needed = self._needed()
+        if not needed:
+            return
+        from rocm_msa.ops import triton_warmup
+
+        model = self.serving.model
+        for layer in needed:
+            config = triton_warmup.Config(
+                heads=layer.heads,
+                dtype=self.dtype,
+                max_blocks=self.max_blocks,
+                decode=[(n, r) for n in _steps(self.requests, 32, 256) for r in sorted(self.rows)],
+                prefill=_steps(self.tokens, 16, 1024),
+                topk=model.topk_blocks,
+                init_blocks=model.init_blocks,
+                local_blocks=model.local_blocks,
+            )
+            kind = "sparse" if layer.sparse else "dense"
+            index_cache = layer.index_cache.cache if layer.sparse else None
+            new = triton_warmup.warmup(config, layer.cache, index_cache)
+            logger.info("warm-up: %d Triton kernels compiled for the %s layers", new, kind)
+
+    def _needed(self) -> list[MsaAttention]:
+        """One layer of each kind that runs on Triton; none where nothing does."""
+        if self.serving.options.backend not in (None, "triton") or not self.layers:
+            return []
+        device = self.layers[0].cache.pages.device
+        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return []
+        kinds = {layer.sparse: layer for layer in self.layers}
+        loaded = launcher.active(device) if self.serving.options.backend is None else None
+        if loaded is not None and not _missing(loaded, self.serving, self.dtype):
+            kinds.pop(True, None)  # sparse layers have compiled kernels
+        return list(kinds.values())
+
+
+def _steps(most: int, *sizes: int) -> list[int]:
+    """1 or more sizes up to `most`, which is one of them."""
+    return sorted({1, most, *(size for size in sizes if size < most)})
+
+
+def _missing(loaded: Any, serving: Serving, dtype: torch.dtype) -> list[str]:
+    """Kernels of the configuration that a loaded folder lacks."""
+    return loaded.missing(aot.builds(_config(serving, dtype)))
 
 
 def _config(serving: Serving, dtype: torch.dtype) -> aot.ServingConfig:

@@ -113,8 +113,10 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
         )
         self.model = Model(vllm_config, self.serving, maybe_prefix(prefix, "model"))
         shared = decode_cp.start(self.serving, vllm_config)
-        for layer in self.model.layers:
-            layer.self_attn.decode_cp = shared
+        attention = [layer.self_attn for layer in self.model.layers]
+        warm_up = kernels.WarmUp(self.serving, vllm_config, attention)
+        for layer in attention:
+            layer.share(shared, warm_up)
         self.lm_head = ParallelLMHead(
             self.serving.model.vocab_size,
             self.serving.model.hidden_size,

@@ -253,7 +253,7 @@ FIELDS = {
             "enable_expert_parallel",
         ],
     },
-    "vllm/config/scheduler.py": {"SchedulerConfig": ["max_num_seqs"]},
+    "vllm/config/scheduler.py": {"SchedulerConfig": ["max_num_seqs", "max_num_batched_tokens"]},
     "vllm/config/speculative.py": {"SpeculativeConfig": ["num_speculative_tokens"]},
     "vllm/distributed/parallel_state.py": {"GroupCoordinator": ["cpu_group"]},
     "vllm/config/compilation.py": {

@@ -210,7 +210,7 @@ def test_gpus_exchange_through_memory_sized_for_the_largest_batch(monkeypatch):
     assert started.scan == Scan(16384, 256, 16) and started.most == Batch(48, 4, 157)
     wanted = {
         "max_rows": 192, "max_blocks": 157, "device": torch.device("cuda", 2), "topk": 16,
-        "head_dim": 128, "backend": "triton",
+        "head_dim": 128, "backend": "triton", "patience_ms": 20_000,
     }  # fmt: skip
     assert made == [("ranks", 4, wanted)]
 

@@ -8,8 +8,10 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from mono_kernel import plan
+from mono_kernel.faults import meeting_site
 from mono_kernel.layer_gfx950 import Build
 from mono_kernel.phases.attend import attend, load_main_table
+from mono_kernel.phases.choose import VERDICT_AT
 from mono_kernel.phases.context import Context
 from mono_kernel.phases.experts import down, up
 from mono_kernel.phases.insert import insert
@@ -17,16 +19,19 @@ from mono_kernel.phases.join import join
 from mono_kernel.phases.norm import norm
 from mono_kernel.phases.output import output
 from mono_kernel.phases.project import project
+from mono_kernel.phases.reduce import TIMES
 from mono_kernel.phases.route import route
 from mono_kernel.phases.score import score
 from mono_kernel.shapes import TILE
 from rocm_msa import flydsl_compile
 from rocm_msa.device import mailbox
 from rocm_msa.device.memory import global_address
-from rocm_msa.device.wave import Scalars
+from rocm_msa.device.wave import Scalars, uniform
 from rocm_msa.flydsl_compile import Compiled
 
-_MEET_TIMES = 2  # bound of a wait for this rank's own workgroups, in units of `patience`
+# Bound of a wait for this rank's own workgroups, in units of `patience`: more than that of a wait
+# for peers, so that who misses a peer reports it.
+_MEET_TIMES = 2 * (TIMES + mailbox.MORE_TIMES)
 
 
 @flyc.jit
@@ -37,14 +42,33 @@ def deal(ctx, phase, count):
 
 
 @flyc.jit
-def meet(ctx, number):
-    """The grid meets: what any workgroup stored before may be loaded by all after it."""
-    end = ctx.a
-    flags = global_address(end.state).at(
-        end.places.flags + number * (plan.MAX_WORKGROUPS * mailbox.WORD)
-    )
-    mailbox.raise_flag(end, flags.at(fx.Int64(ctx.workgroup) * mailbox.WORD))
-    mailbox.await_flags(end, flags, fx.Int32(0), ctx.workgroups - 1, number + 1, _MEET_TIMES)
+def meet(ctx, number, well):
+    """The grid meets behind phase `number`: what any workgroup stored before may be loaded after.
+
+    Returns:
+        whether all came, the same in all waves: a workgroup goes on or gives up as a whole.
+    """
+    end, verdict = ctx.a, ctx.list.at(VERDICT_AT)
+    if well:
+        flags = global_address(end.state).at(
+            end.places.flags + number * (plan.MAX_WORKGROUPS * mailbox.WORD)
+        )
+        mailbox.raise_flag(end, flags.at(fx.Int64(ctx.workgroup) * mailbox.WORD))
+        if ctx.wave == 0:
+            there = mailbox.await_flags(
+                end, flags, fx.Int32(0), ctx.workgroups - 1, meeting_site(number), _MEET_TIMES
+            )
+            verdict.store(there.select(fx.Int32(1), fx.Int32(0)))
+        # Writer: wave 0, whose fence emptied this unit's cache for all. Readers: all waves.
+        fx.barrier()
+        well = uniform(verdict.load(fx.Int32)) != 0
+    return well
+
+
+@flyc.jit
+def run_if(well, phase):
+    if well:
+        phase()
 
 
 def _context(build: Build, a: SimpleNamespace) -> Context:
@@ -74,10 +98,11 @@ def _run(build: Build, a: SimpleNamespace) -> None:
         "up": lambda: up(ctx),
         "down": lambda: deal(ctx, down, tiles),
     }
+    well = fx.Boolean(True)
     for number in range(build.phases):
         if number:
-            meet(ctx, number - 1)
-        phases[plan.PHASE_NAMES[number]]()
+            well = meet(ctx, number - 1, well)
+        run_if(well, phases[plan.PHASE_NAMES[number]])
     mailbox.arrive(ctx.a, ctx.workgroups)
 
 

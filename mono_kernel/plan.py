@@ -233,7 +233,7 @@ def lds_layout(shape: Shape) -> Layout:
     table        the NVFP4 table of the phase
     work         norms: sums; products: a tile a wave; attention: V of a page a wave, lists
     choice       int32 [rows, 8] experts of the rows, then fp32 [rows, 8] their weights
-    list         int32 [256]: experts in use; then their number
+    list         int32 [256]: experts in use; then their number, the verdict of the last meeting
     """
     attention = WAVES * V_BYTES + LISTS_BYTES
     products = WAVES * 2 * TILE * MAX_ROWS * 4

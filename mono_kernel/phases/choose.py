@@ -17,6 +17,7 @@ from rocm_msa.device.wave import WAVE, exp2, lane_value, rcp, uniform
 
 LOG2E = 1.4426950408889634
 COUNT_AT = 4 * MAX_EXPERTS
+VERDICT_AT = COUNT_AT + 4  # of the last meeting of the grid
 _WEIGHTS = 4 * MAX_ROWS * MAX_CHOSEN
 
 

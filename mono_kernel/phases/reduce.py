@@ -8,14 +8,13 @@ from __future__ import annotations
 import flydsl.expr as fx
 
 from mono_kernel import plan
+from mono_kernel.faults import sum_site
 from mono_kernel.shapes import TILE
 from rocm_msa.device import mailbox
 from rocm_msa.device.memory import global_address
 from rocm_msa.device.wave import WAVE
 
-_TIMES = (
-    4  # bound of a wait for a peer, in units of `patience`: longer than that for own workgroups
-)
+TIMES = 1  # bound of a wait for a peer, in units of `patience`
 _OUTPUTS = 4  # a lane
 
 
@@ -48,8 +47,7 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
         found += places(own, fx.Int32(sender))
         wanted += [end.rank != sender] * _OUTPUTS
         peers += [fx.Int32(sender)] * _OUTPUTS
-    site = 1 + plan.PHASE_NAMES.index(name) + plan.HAND_OFFS
-    words, _ = mailbox.collect(end, found, wanted, peers, site, _TIMES)
+    words, _ = mailbox.collect(end, found, wanted, peers, sum_site(name), TIMES)
     totals = None
     for sender in range(s.tp):
         mine = end.rank == sender

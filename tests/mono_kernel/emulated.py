@@ -12,6 +12,7 @@ import torch
 
 from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedule
 from mono_kernel import plan
+from mono_kernel.faults import MonoError, decode
 from mono_kernel.layer_gfx950 import Build, Memory, arguments
 from mono_kernel.shapes import MAX_ROWS
 from rocm_msa import kernel_manifest
@@ -79,6 +80,15 @@ class Group:
             self.ranks.append(Rank(memory, boxes[rank], *outs, packed, caches))
         self.boxes = boxes
 
+    def next(self, **inputs) -> None:
+        """Go on to the step after this one, on the same buffers."""
+        kept = self.step.copies([r.caches for r in self.ranks])
+        self.step = self.step.next(kept, **inputs)
+
+    def errors(self) -> list[MonoError | None]:
+        """What the host of each rank reads."""
+        return [decode(word) for word in self.status.tolist()]
+
     def arguments(self, rank: int) -> list:
         r, step = self.ranks[rank], self.step
         return arguments(
@@ -108,7 +118,7 @@ class Group:
         """One launch on every rank, without a finding and without an error word."""
         report = self.machine(schedule, **options).run()
         report.raise_for_findings()
-        assert not self.status.any(), [hex(word) for word in self.status.tolist()]
+        assert self.errors() == [None] * self.step.tp
         return report
 
     def region(self, name: str, rank: int = 0) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from mono_kernel import reference
@@ -21,13 +23,15 @@ SPARE = 3  # pages that belong to nobody
 class Step:
     """Requests of `lens` tokens, the last `rows_per_request` of them this step's rows.
 
-    What lies in the caches before is random (`history`) or given (`fill`). Memory of nobody is
-    poison. A length of 0 is a padded request.
+    What lies in the caches before is random (`_history`) or given (`fill`, `next`). Memory of
+    nobody is poison. A length of 0 is a padded request. room: tokens that may follow.
     """
 
-    def __init__(self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0):
+    def __init__(
+        self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0, room: int = 0
+    ):
         self.layout, self.tp, self.lens, self.per = layout, tp, list(lens), rows_per_request
-        self.seed = seed
+        self.seed, self.room = seed, room
         self.weights = [layer_weights(layout, tp, rank) for rank in range(tp)]
         self.shape = self.weights[0].shape
         rows = len(self.lens) * self.per
@@ -39,7 +43,7 @@ class Step:
         self._history()
 
     def _table(self, seed: int) -> tuple[torch.Tensor, int]:
-        blocks = [-(-n // BLOCK) for n in self.lens]
+        blocks = [-(-(n + self.room) // BLOCK) if n else 0 for n in self.lens]
         pages = sum(blocks) + SPARE
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).tolist()
         table = torch.full((len(blocks), max(max(blocks), 1) + 1), -1, dtype=torch.int32)
@@ -86,6 +90,24 @@ class Step:
             main.write(k[:, mine], v[:, mine], slots)
             index.write(index_k, slots)
 
+    def next(self, caches: list[reference.Caches], hidden=None, residual=None) -> Step:
+        """The step after this one, each request with `rows_per_request` more tokens.
+
+        caches: as this step left them; `room` tokens have pages. hidden, residual: else random.
+        """
+        found = copy.copy(self)
+        found.seed = self.seed + 1000
+        found.lens = [n + self.per if n else 0 for n in self.lens]
+        found.batch = found._batch()
+        found.caches = caches
+        rows = self.batch.rows
+        made = (random_values(found.seed + i, rows, HIDDEN).bfloat16() for i in (1, 2))
+        found.hidden, found.residual = (
+            new if given is None else given
+            for new, given in zip(made, (hidden, residual), strict=True)
+        )
+        return found
+
     def fill(self, state, count: int) -> None:
         """The first request's first `count` tokens as the whole-model reference holds them."""
         parts = (state.keys, state.values, state.index_keys)
@@ -96,10 +118,10 @@ class Step:
         count = max(self.lens[request] - self.per, 0)
         return random_values(self.seed + 77, count, HIDDEN).bfloat16()
 
-    def copies(self) -> list[reference.Caches]:
-        """The caches as they are before the step."""
+    def copies(self, caches=None) -> list[reference.Caches]:
+        """Copies of `caches`, by default as they are before the step."""
         found = []
-        for main, index in self.caches:
+        for main, index in self.caches if caches is None else caches:
             pages = [c.pages.clone() for c in (main, index)]
             found.append(
                 (

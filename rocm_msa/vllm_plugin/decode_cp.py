@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rocm_msa import launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.errors import Refusals, check_int, expect
+from rocm_msa.vllm_plugin import kernels
 
 if TYPE_CHECKING:
     import torch
@@ -106,10 +109,10 @@ def start(serving: Serving, vllm_config: Any) -> DecodeCp | None:
     )
     on_cpu = vllm_config.device_config.device_type == "cpu"
     make = _between_processes if on_cpu else _between_gpus
-    return DecodeCp(make(get_tp_group().cpu_group, serving, most), serving, scan, most)
+    return DecodeCp(make(get_tp_group().cpu_group, serving, most, dtype), serving, scan, most)
 
 
-def _between_processes(group: Any, serving: Serving, most: Batch) -> Exchange:
+def _between_processes(group: Any, serving: Serving, most: Batch, dtype: torch.dtype) -> Exchange:
     from dcp.gloo import GlooExchange
 
     return GlooExchange(
@@ -120,23 +123,49 @@ def _between_processes(group: Any, serving: Serving, most: Batch) -> Exchange:
     )
 
 
-def _between_gpus(group: Any, serving: Serving, most: Batch) -> Exchange:
+def _between_gpus(group: Any, serving: Serving, most: Batch, dtype: torch.dtype) -> Exchange:
     import torch
 
     from dcp.runner import PeerExchange
 
     model = serving.model
+    device = torch.device("cuda", torch.cuda.current_device())
     return PeerExchange(
         group,
         model.index_heads,
         max_rows=most.rows,
         max_blocks=most.max_blocks,
-        device=torch.device("cuda", torch.cuda.current_device()),
+        device=device,
         topk=model.topk_blocks,
         head_dim=model.index_dim,
+        backend=_gpu_backend(serving, dtype, device),
         patience_ms=_GPU_PATIENCE_MS,
-        backend=serving.options.backend,
     )
+
+
+def _gpu_backend(serving: Serving, dtype: torch.dtype, device: torch.device) -> str:
+    """What the options say, else compiled kernels where all of them are there, else Triton.
+
+    Raises:
+        RuntimeError: backend flydsl without its kernels.
+    """
+    asked = serving.options.backend
+    fault = launcher.fault(device)
+    if fault is None and asked != "triton":
+        from dcp import exchange_gfx950
+
+        group = {"ranks": serving.rank.tp, "all_index_heads": serving.model.index_heads}
+        share = vars(kernels.config_of(serving, dtype))
+        needed = exchange_gfx950.builds(SimpleNamespace(**{**share, **group}))
+        missing = launcher.active(device).missing(needed)
+        if missing or not needed:
+            fault = f"not compiled: {', '.join(missing) or 'any for this configuration'}"
+    if asked == "flydsl" and fault is not None:
+        raise RuntimeError(f"{FLAG}: backend flydsl: {fault}")
+    backend = asked or ("flydsl" if fault is None else "triton")
+    reason = "asked for" if asked else fault or "preferred"
+    logger.info("%s: the exchange runs on backend %s (%s)", FLAG, backend, reason)
+    return backend
 
 
 class DecodeCp:

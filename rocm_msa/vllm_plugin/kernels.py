@@ -139,10 +139,11 @@ def _steps(most: int, *sizes: int) -> list[int]:
 
 def _missing(loaded: Any, serving: Serving, dtype: torch.dtype) -> list[str]:
     """Kernels of the configuration that a loaded folder lacks."""
-    return loaded.missing(aot.builds(_config(serving, dtype)))
+    return loaded.missing(aot.builds(config_of(serving, dtype)))
 
 
-def _config(serving: Serving, dtype: torch.dtype) -> aot.ServingConfig:
+def config_of(serving: Serving, dtype: torch.dtype) -> aot.ServingConfig:
+    """What the compiled kernels are chosen by."""
     return aot.ServingConfig.of(
         serving.model, serving.rank.tp, serving.main_dtype, serving.index_dtype, _DTYPES[dtype]
     )

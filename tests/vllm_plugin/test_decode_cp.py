@@ -16,6 +16,7 @@ import torch
 from dcp.api import DcpError
 from dcp.plan import Batch, Scan
 from dcp.shard import Shard, Site
+from rocm_msa import launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.capacity import MINIMAX_M3
 from rocm_msa.errors import Refusals
@@ -213,6 +214,44 @@ def test_gpus_exchange_through_memory_sized_for_the_largest_batch(monkeypatch):
         "head_dim": 128, "backend": "triton", "patience_ms": 20_000,
     }  # fmt: skip
     assert made == [("ranks", 4, wanted)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "fault", "lacks", "backend", "words"),
+    [
+        (None, None, [], "flydsl", "backend flydsl (preferred)"),
+        (None, None, ["dcp_exchange_x"], "triton", "triton (not compiled: dcp_exchange_x)"),
+        (None, "no gfx950", [], "triton", "triton (no gfx950)"),
+        ("triton", None, [], "triton", "triton (asked for)"),
+        ("flydsl", None, [], "flydsl", "flydsl (asked for)"),
+        ("flydsl", None, ["dcp_exchange_x"], None, "backend flydsl: not compiled: dcp_exchange_x"),
+        ("flydsl", "no gfx950", [], None, "backend flydsl: no gfx950"),
+    ],
+)
+def test_compiled_kernels_are_preferred(monkeypatch, caplog, asked, fault, lacks, backend, words):
+    hear(monkeypatch, caplog)
+    needed = []
+
+    def missing(builds):
+        needed.extend(builds)
+        return lacks
+
+    monkeypatch.setattr(launcher, "fault", lambda device: fault)
+    monkeypatch.setattr(launcher, "active", lambda device: SimpleNamespace(missing=missing))
+    serving = Serving(
+        MINIMAX_M3, MINIMAX_M3.shard(4), CacheDType.NVFP4, CacheDType.FP8, Options(asked), True
+    )
+    arguments = (serving, torch.bfloat16, torch.device("cuda", 0))
+    if backend is None:
+        with pytest.raises(RuntimeError, match=words):
+            decode_cp._gpu_backend(*arguments)
+    else:
+        assert decode_cp._gpu_backend(*arguments) == backend
+        assert words in caplog.text
+    looked_at = fault is None and asked != "triton"
+    assert {(b.ranks, b.heads, b.kind, b.query, b.topk) for b in needed} == (
+        {(4, 4, "fp8", "bf16", 16)} if looked_at else set()
+    )
 
 
 def run_engine(tmp_path: Path, checkpoint: str, case: dict, **environment: str):

@@ -31,7 +31,7 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.code_object import kernel_metadata
 from rocm_msa.config import ModelConfig
 from rocm_msa.errors import check_int, expect
-from rocm_msa.flydsl_compile import FLYDSL_VERSION, Compiled
+from rocm_msa.flydsl_compile import FLYDSL_VERSION, Compiled, check_flydsl
 from rocm_msa.kernel_manifest import Argument, Entry, Manifest, ManifestError
 from rocm_msa.kernel_sources import newer_sources, source_digest
 
@@ -201,6 +201,8 @@ def compile_builds(
     folder = cache_folder() if use_cache else directory / "parts"
     folder.mkdir(parents=True, exist_ok=True)
     todo = [b for b in symbols.values() if _cached(folder, b) is None]
+    if todo:
+        check_flydsl()
     if processes > 1 and len(todo) > 1:
         # FlyDSL holds one compile at a time and process; a fork of its state is not safe.
         context = multiprocessing.get_context("spawn")

@@ -56,6 +56,18 @@ def test_a_missing_compiler_is_said(tmp_path, monkeypatch):
     assert "pip install flydsl==9.9" in " ".join(result.stderr.split())
 
 
+def test_without_flydsl_no_process_is_started(tmp_path, monkeypatch):
+    def version(name):
+        raise flydsl_compile.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(flydsl_compile.importlib.metadata, "version", version)
+    monkeypatch.setattr(aot, "ProcessPoolExecutor", lambda *a: pytest.fail("started"))
+    result = invoke("-o", tmp_path / "out", "--no-cache")
+    assert result.exit_code == 1
+    message = " ".join(result.stderr.split())
+    assert message.startswith("error: FlyDSL") and "pip install flydsl==" in message
+
+
 def test_the_manifest_is_plain_json(tmp_path):
     invoke("-o", tmp_path)
     data = json.loads((tmp_path / "manifest.json").read_text())

@@ -91,9 +91,9 @@ def test_the_wheel_works_without(extra, wheel, tmp_path):
     assert report["ok"] is (extra != "vllm")
     if extra in status:
         assert status[extra] == ("fail" if extra == "vllm" else "note")
-    done = command("compile", "-o", tmp_path / "kernels")
     if extra == "flydsl":
+        done = command("compile", "-o", tmp_path / "kernels")
         assert done.returncode == 1 and "pip install flydsl" in " ".join(done.stderr.split())
-    done = command("serve", tmp_path / "tiny")
     if extra == "vllm":
+        done = command("serve", tmp_path / "tiny")
         assert done.returncode == 1 and "rocm-msa doctor" in done.stderr

@@ -1,10 +1,13 @@
 """Sum over ranks of a tile of outputs, inside the launch: value and tag in one word of a mailbox.
 
 Each rank sends its part to every peer and adds all parts in rank order: the same bits everywhere.
+Sent are the batch's rows and, in turns, one other: no word of a mailbox is older than 16 launches,
+so that its tag cannot come again.
 """
 
 from __future__ import annotations
 
+import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from mono_kernel import plan
@@ -27,6 +30,9 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
     if s.tp == 1:
         return values
     tiles, first = s.hidden // TILE, plan.mailbox_layout(s)[name].offset
+    row = ctx.lane % TILE
+    live = row < ctx.rows
+    sent = live | (row == (end.tag & (TILE - 1)))
 
     def places(box, sender) -> list:
         at = (fx.Int64(sender * tiles + task) * _OUTPUTS * WAVE + fx.Int64(ctx.lane)) * mailbox.WORD
@@ -35,17 +41,12 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
 
     for other in range(1, s.tp):
         peer = (end.rank + other) % s.tp
-        # Writer: this lane, on this rank. Reader: the same lane, on the peer: system scope, one
-        # word. All rows' words are sent, so that none is older than a launch.
-        for place, value in zip(
-            places(mailbox.mailbox_of(end, peer), end.rank), values, strict=True
-        ):
-            mailbox.post(end, place, value.bitcast(fx.Uint32))
+        _send(end, sent, places(mailbox.mailbox_of(end, peer), end.rank), values)
     own = global_address(end.own)
     wanted, peers, found = [], [], []
     for sender in range(s.tp):
         found += places(own, fx.Int32(sender))
-        wanted += [end.rank != sender] * _OUTPUTS
+        wanted += [live & (end.rank != sender)] * _OUTPUTS
         peers += [fx.Int32(sender)] * _OUTPUTS
     words, _ = mailbox.collect(end, found, wanted, peers, sum_site(name), TIMES)
     totals = None
@@ -57,3 +58,11 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
         ]
         totals = part if totals is None else [t + p for t, p in zip(totals, part, strict=True)]
     return totals
+
+
+@flyc.jit
+def _send(end, sent, places, values):
+    """Writer: this lane, on this rank. Reader: the same lane, on the peer. System scope."""
+    if sent:
+        for place, value in zip(places, values, strict=True):
+            mailbox.post(end, place, value.bitcast(fx.Uint32))

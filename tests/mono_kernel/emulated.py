@@ -35,6 +35,14 @@ def compiled(build: Build) -> tuple[kernel_manifest.Entry, CodeObject]:
         return entry, CodeObject.from_bytes(kernel_manifest.read_code_object(Path(folder), entry))
 
 
+def packed_arguments(args: list, entry: kernel_manifest.Entry) -> list:
+    """Scalars as bytes of the kernel's types, tensors as they are."""
+    return [
+        value if a.type == "ptr" else struct.pack("<" + _CODES[a.type], value)
+        for value, a in zip(args, entry.arguments, strict=True)
+    ]
+
+
 @dataclass
 class Rank:
     """A rank's buffers. Scratch is poison: what a phase did not write must not be read."""
@@ -105,10 +113,7 @@ class Group:
         return machine
 
     def queue(self, machine: Machine, rank: int, entry, code) -> None:
-        args = []
-        for value, argument in zip(self.arguments(rank), entry.arguments, strict=True):
-            scalar = argument.type != "ptr"
-            args.append(struct.pack("<" + _CODES[argument.type], value) if scalar else value)
+        args = packed_arguments(self.arguments(rank), entry)
         machine.launch(
             code, entry.symbol, (self.workgroups, 1, 1), entry.block, args,
             lds_bytes=entry.dynamic_lds, rank=rank, buffers=[*self.boxes, self.status],

@@ -53,7 +53,8 @@ def test_equal_tp_is_one_descriptor_a_run_of_blocks(main, index):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2), (2, 8), (8, 4), (4, 8), (2, 2)]
+    ("prefill", "decode"),
+    [(1, 2), (1, 4), (2, 1), (4, 2), (2, 4), (8, 2), (2, 8), (8, 4), (4, 8), (2, 2)],
 )
 def test_unequal_tp(prefill, decode, caplog):
     caplog.set_level("INFO", "vllm.rocm_msa.nixl")

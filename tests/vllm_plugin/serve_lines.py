@@ -23,13 +23,11 @@ PUBLIC = {
 }
 """The public command; its draft is n-gram, the method that needs no second checkpoint."""
 
-WITHOUT_DCP = {"--attention-config": '{"indexer_kv_dtype": "nvfp4"}'}
 TOOLS = {"--tool-call-parser": "minimax_m3", "--enable-auto-tool-choice": None}
 
 LINES: dict[str, tuple[dict, bool]] = {
-    "public, parsed": (PUBLIC, False),
-    "public without DCP": ({**PUBLIC, **WITHOUT_DCP}, True),
-    "with tools": ({**PUBLIC, **WITHOUT_DCP, **TOOLS}, True),
+    "public": (PUBLIC, True),
+    "with tools": ({**PUBLIC, **TOOLS}, False),
     "dotted": (
         {
             **{k: v for k, v in PUBLIC.items() if k != "--attention-config"},
@@ -39,12 +37,9 @@ LINES: dict[str, tuple[dict, bool]] = {
         False,
     ),
     "unknown attention key": ({"--attention-config": '{"indexer_kv_dtyp": "nvfp4"}'}, False),
-    "unknown MoE weights": ({**PUBLIC, **WITHOUT_DCP, "--quantization-config.moe": "mxfp9"}, True),
-    "unknown parser": ({**PUBLIC, **WITHOUT_DCP, "--reasoning-parser": "minimax_m9"}, True),
-    "unknown draft": (
-        {**PUBLIC, **WITHOUT_DCP, "--speculative-config": '{"method": "oracle"}'},
-        True,
-    ),
+    "unknown MoE weights": ({**PUBLIC, "--quantization-config.moe": "mxfp9"}, True),
+    "unknown parser": ({**PUBLIC, "--reasoning-parser": "minimax_m9"}, True),
+    "unknown draft": ({**PUBLIC, "--speculative-config": '{"method": "oracle"}'}, True),
 }
 """name -> (flags, whether vLLM's whole configuration is made of them)."""
 

@@ -11,6 +11,8 @@ power of two >= 32, more than MAX_REQUESTS requests.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -120,6 +122,7 @@ def run(
     patience_ms: int = 5000,
     grid: int | None = None,
     times: torch.Tensor | None = None,
+    launch: bool = True,
 ) -> torch.Tensor:
     """Queue one launch of this rank: no allocation, no wait.
 
@@ -134,6 +137,7 @@ def run(
         grid: programs, by default all that are resident; fewer where ranks share a GPU.
         times: int64 `[len(PHASES) + 1]` for ticks of the first program: when it began, and the end
             of each phase.
+        launch: False compiles and loads alone.
     """
     results = results or choose_results(shard, batch.max_blocks, topk)
     check_batch(geometry, shard, index_q, index_cache, batch, topk, results)
@@ -150,7 +154,8 @@ def run(
     buffer_at = {name: geometry.buffer[name].offset // WORD for name in
                  ("hello", "queries", "results")}  # fmt: skip
     pairs = batch.rows_per_request * shard.heads
-    exchange_kernel[(grid,)](
+    call = exchange_kernel[(grid,)] if launch else partial(exchange_kernel.warmup, grid=(grid,))
+    made = call(
         q, q.stride(0), q.stride(1), index_cache.pages, index_cache.block_stride,
         index_cache.num_blocks, scale(index_cache, "k"), block_table, *block_table.stride(),
         num_blocks, batch.requests, batch.rows_per_request, batch.max_blocks, init_blocks,
@@ -170,4 +175,8 @@ def run(
         Q=_TYPES[index_q.dtype], QK=operand_types(index_q, index_cache)[0],
         AMD=platform() == "hip", num_warps=1, num_stages=1,
     )  # fmt: skip
+    if not launch:
+        # Asking for its launcher loads the kernel: not to be done first while a graph is captured,
+        # or while a kernel on this GPU waits for this rank.
+        getattr(made, "run", None)
     return out

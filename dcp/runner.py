@@ -87,7 +87,7 @@ class PeerExchange:
         times: torch.Tensor | None = None,
     ) -> None:
         group = as_group(group)
-        self.device = torch.device(device)
+        self.device = _indexed(torch.device(device))
         self.shard = Shard(group.rank, group.ranks, heads)
         check_int("max_blocks", max_blocks, 1)
         check_int("patience_ms", patience_ms, 1)
@@ -148,6 +148,36 @@ class PeerExchange:
         if self._memory.closed:
             raise RuntimeError("the exchange is closed")
         self.check()
+        paging = (index_cache, block_table, seq_lens, rows_per_request, num_blocks)
+        return self._run(index_q, *paging, topk, init_blocks, local_blocks, out, layer=layer)
+
+    def prepare(
+        self,
+        index_q: torch.Tensor,
+        index_cache: IndexCache,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        rows_per_request: int,
+        num_blocks: torch.Tensor,
+        topk: int = 16,
+        init_blocks: int = 0,
+        local_blocks: int = 1,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Compile what `select` would launch, on this rank alone.
+
+        To be done on all ranks before the first launch: whoever still compiles is late for the
+        others. With compiled kernels (flydsl) there is nothing to do.
+        """
+        if self.backend == "triton":
+            paging = (index_cache, block_table, seq_lens, rows_per_request, num_blocks)
+            self._run(index_q, *paging, topk, init_blocks, local_blocks, out, launch=False)
+
+    def _run(
+        self, index_q, index_cache, block_table, seq_lens, rows_per_request, num_blocks, topk,
+        init_blocks, local_blocks, out, **how,
+    ) -> torch.Tensor:  # fmt: skip
         shard = self.shard
         batch = check_select(
             shard, index_q, index_cache, block_table, seq_lens, rows_per_request, num_blocks,
@@ -155,8 +185,8 @@ class PeerExchange:
         )  # fmt: skip
         if index_q.device != self.device:
             raise ValueError(expect("index_q.device", self.device, index_q.device))
-        shape = (shard.heads_per_rank, batch.rows, topk)
         if out is None:
+            shape = (shard.heads_per_rank, batch.rows, topk)
             out = torch.empty(shape, dtype=torch.int32, device=self.device)
         for name, tensor in (("num_blocks", num_blocks), ("out", out)):
             if not tensor.is_contiguous():
@@ -165,8 +195,8 @@ class PeerExchange:
             raise ValueError(expect("block_table.stride(1)", 1, block_table.stride(1)))
         self._kernel.run(
             shard, self.geometry, (self._addresses, self._state), index_q, index_cache,
-            block_table, num_blocks, batch, topk, init_blocks, local_blocks, out, layer=layer,
-            **self._how,
+            block_table, num_blocks, batch, topk, init_blocks, local_blocks, out,
+            **self._how, **how,
         )  # fmt: skip
         return out
 
@@ -187,6 +217,13 @@ class PeerExchange:
     def _words(self, name: str) -> torch.Tensor:
         region = self.geometry.state[name]
         return self._state[region.offset : region.end].view(torch.int64)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """cuda -> cuda:<current>, as tensors have it."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _choose(backend: str | None, device: torch.device) -> str:

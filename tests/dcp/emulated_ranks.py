@@ -40,6 +40,8 @@ def queueing(
         compiled, bound = specialise(fn, args, kwargs, ARCH, LARGE)
         if compiled_by_name is not None:
             compiled_by_name[compiled.kernel] = compiled
+        if warmup:
+            return
         names = [n for n in compiled.arguments if n not in TRITON_HIDDEN_POINTERS]
         machine.launch(
             loaded(compiled), compiled.kernel, grid, compiled.block, [bound[n] for n in names],

@@ -152,6 +152,16 @@ def test_select_allocates_and_computes_nothing_on_the_host_side(monkeypatch):
             assert torch.equal(out, CASE.alone[list(one.shard.own_heads)])
 
 
+def test_prepare_launches_nothing():
+    index_q, cache, table, lens, num_blocks = CASE.tensors
+    with exchanges() as made:
+        machine = Machine()
+        q = index_q[:, :2].contiguous()
+        with queueing(machine, 0, reachable(made, made[0])):
+            made[0].prepare(q, cache, table, lens, CASE.rows, num_blocks, *CASE.kept)
+        assert machine.queue == [] and made[0].generation == 1
+
+
 class _Recorder:
     device = torch.device("cpu")
 
@@ -168,6 +178,7 @@ def test_the_compiled_backend_gets_the_same_memory():
         assert [one.backend for one in made] == ["flydsl"] * RANKS
         index_q, cache, table, lens, num_blocks = CASE.tensors
         q = index_q[:, :2].contiguous()
+        made[1].prepare(q, cache, table, lens, CASE.rows, num_blocks, *CASE.kept)
         made[1].select(q, cache, table, lens, CASE.rows, num_blocks, *CASE.kept, layer=9)
         ((build, grid, args),) = recorder.calls
         assert grid == (2,) and build.ranks == RANKS and build.results == "candidates"

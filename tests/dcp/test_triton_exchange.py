@@ -70,9 +70,16 @@ def test_all_schedules(ranks, form):
 @slow
 @pytest.mark.parametrize("form", [CANDIDATES, SCORES])
 @pytest.mark.parametrize("case", SHAPES, ids=name)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_shapes(ranks, case, form):
     exchange(case, ranks, LONG, form=form, grid=4)
+
+
+@slow
+@pytest.mark.parametrize("content", ["random", "ties", "gone"])
+def test_eight_ranks(content):
+    """Each head has two owners."""
+    exchange(Case((2600, 0, 129, 900), rows=2, content=content), 8, LONG, form=CANDIDATES)
 
 
 @slow

@@ -33,7 +33,7 @@ from rocm_msa.device.wave import WAVE, lane_id, uniform, wave_id
 from rocm_msa.ops.flydsl_host import SCORE_WAVES, TILE
 from rocm_msa.ops.flydsl_index_score import block_scores, query_operands
 
-KEYS_AT_ONCE = 8  # registers of a lane that selects among its rank's blocks
+KEYS_AT_ONCE = 7  # registers of a lane that selects among its rank's blocks, beside the best
 
 
 @flyc.jit

@@ -268,7 +268,7 @@ def _now() -> fx.Int64:
 
 def _lane(value: fx.Int32, lane: fx.Int32) -> fx.Int32:
     """The value of one lane, the same `lane` in all."""
-    return lane_value(value, uniform(lane).ir_value())
+    return lane_value(value, uniform(lane))
 
 
 def _lane64(value: fx.Int64, lane: fx.Int32) -> fx.Int64:

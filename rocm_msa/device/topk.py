@@ -10,7 +10,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import rocdl
 
-from rocm_msa.device.wave import TO_LATER_LANES, WAVE, lane_id, with_lane
+from rocm_msa.device.wave import TO_LATER_LANES, WAVE, lane_id, lane_value, with_lane
 
 ABSENT = 0
 _LARGEST_ID = 2**31 - 1
@@ -60,6 +60,9 @@ def top_positions(keys: list, count: int):
 def top_candidates(keys, ids, count):
     """The `count` <= 64 best of the wave's (key, id) pairs: highest key, then the lower id.
 
+    Each lane sorts its own pairs; then the wave takes the best of the lanes' first ones, again and
+    again.
+
     Args:
         keys, ids: of each register; ids >= 0 and distinct where the key is not ABSENT.
 
@@ -67,27 +70,55 @@ def top_candidates(keys, ids, count):
         (key, id): lane i holds those of rank i; ABSENT and -1 from where no element is left.
     """
     best_key, best_id = fx.Uint32(ABSENT), fx.Int32(-1)
-    left = fx.Vector.from_elements(keys, fx.Uint32)
+    pairs = _sorted([_pair(key, one) for key, one in zip(keys, ids, strict=True)])
+    left = fx.Vector.from_elements(pairs, fx.Uint64)
     for rank in range(0, count, 1):  # a loop at run time: unrolled it would be most of a kernel
-        head = left[0]
-        for r in fx.range_constexpr(1, len(keys)):
-            head = fx.Uint32(fx.max(head, left[r]))
-        top = _wave_max(head)
-        least = fx.Uint32(0)  # the lowest id is the largest complement
-        for r in fx.range_constexpr(len(keys)):
-            complement = fx.Uint32(fx.Int32(_LARGEST_ID) - ids[r])
-            complement = (left[r] == top).select(complement, fx.Uint32(0))
-            least = fx.Uint32(fx.max(least, complement))
-        found = fx.Int32(_LARGEST_ID) - fx.Int32(_wave_max(least))
+        high, low = fx.Uint32(left[0] >> 32), fx.Uint32(left[0])
+        top = _wave_max(high)
+        first = high == top
+        lanes = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, first.ir_value()))
+        if (lanes & (lanes - fx.Uint64(1))) != fx.Uint64(0):  # several have this key
+            first = first & (low == _wave_max(first.select(low, fx.Uint32(0))))
+            lanes = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, first.ir_value()))
+        winner = fx.Int32(fx.cttz(lanes)) & (WAVE - 1)
+        complement = fx.Int32(lane_value(low, winner))
+        found = fx.Int32(_LARGEST_ID) - complement
         found = (top != fx.Uint32(ABSENT)).select(found, fx.Int32(-1))
         best_key = with_lane(best_key, fx.Int32(rank), top)
         best_id = with_lane(best_id, fx.Int32(rank), found)
+        mine = lane_id() == winner
         rest = []
         for r in fx.range_constexpr(len(keys)):
-            taken = (left[r] == top) & (ids[r] == found)
-            rest.append(taken.select(fx.Uint32(ABSENT), left[r]))
-        left = fx.Vector.from_elements(rest, fx.Uint32)
+            after = left[r + 1] if r + 1 < len(keys) else fx.Uint64(ABSENT)
+            rest.append(mine.select(after, left[r]))
+        left = fx.Vector.from_elements(rest, fx.Uint64)
     return best_key, best_id
+
+
+def _pair(key: fx.Uint32, one: fx.Int32) -> fx.Uint64:
+    """Key and id as one number that orders like the rank; ABSENT for an absent key."""
+    low = fx.Uint32(fx.Int32(_LARGEST_ID) - one)
+    low = (key != fx.Uint32(ABSENT)).select(low, fx.Uint32(0))
+    return (fx.Uint64(key) << 32) | fx.Uint64(low)
+
+
+def _sorted(values: list) -> list:
+    """A lane's values, the largest first, by Batcher's odd-even merges."""
+    values, count = list(values), len(values)
+    width = 1 << (count - 1).bit_length()
+    for size in _powers(width):
+        for step in reversed(_powers(size * 2)):
+            for start in range(step % size, width - step, 2 * step):
+                for i in range(start, min(start + step, count - step)):
+                    if i // (2 * size) == (i + step) // (2 * size):
+                        a, b = values[i], values[i + step]
+                        values[i], values[i + step] = (a < b).select(b, a), (a < b).select(a, b)
+    return values
+
+
+def _powers(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`."""
+    return [1 << i for i in range((limit - 1).bit_length())]
 
 
 def _wave_max(key: fx.Uint32) -> fx.Uint32:

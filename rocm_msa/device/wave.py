@@ -35,8 +35,9 @@ def uniform(value):
     return type(value)(rocdl.readfirstlane(value.dtype.ir_type, value.ir_value()))
 
 
-def lane_value(value, lane: int):
-    """The value of one lane in a scalar register (v_readlane), 32 bits."""
+def lane_value(value, lane):
+    """The value of a lane, an int or a scalar, in a scalar register (v_readlane), 32 bits."""
+    lane = lane if isinstance(lane, int) else lane.ir_value()
     return type(value)(rocdl.readlane(value.dtype.ir_type, value.ir_value(), lane))
 
 

@@ -171,6 +171,7 @@ class Group(Ranks):
             out = self.outputs[rank].setdefault(case, (buffer, out, own))[1]
             own = self.outputs[rank][case][2]
             needs = exchange_gfx950.needs(shard, own, x.index, batch, case.topk, case.results)
+            self.builds = needs
             with self.queueing(rank, delay, needs):
                 exchange_gfx950.run(
                     shard, self.geometry, self.memory(rank), own, x.index, x.table, num_blocks,

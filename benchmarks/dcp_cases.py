@@ -102,18 +102,8 @@ def make_work(shape: Shape, cache: IndexCache, seed: int = 0) -> Work:
     return Work(index_q, cache, table, lens, shape.rows, num_blocks)
 
 
-def select_alone(work: Work, heads: range, *, as_exchange: bool = False) -> torch.Tensor:
-    """int32 `[heads, rows, TOPK]` of one rank's ops.
-
-    as_exchange: by the portable Triton kernel, whose sums the Triton exchange has. Without it, and
-        for CPU tensors, by whatever the ops choose.
-    """
+def select_alone(work: Work, heads: range) -> torch.Tensor:
+    """int32 `[heads, rows, TOPK]` of one rank's ops."""
     q = work.index_q[:, heads.start : heads.stop].contiguous()
-    arguments = (q, work.cache, work.table, work.lens, work.rows)
-    if as_exchange and q.is_cuda:
-        from rocm_msa.ops.index_score_decode.triton_impl import run
-
-        scores = run(*arguments, fast=False)
-    else:
-        scores = ops.index_score_decode(*arguments)
+    scores = ops.index_score_decode(q, work.cache, work.table, work.lens, work.rows)
     return ops.block_topk(scores, work.num_blocks, TOPK)

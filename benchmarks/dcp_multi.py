@@ -148,7 +148,7 @@ def check_shapes(team: Team, exchange: Exchange, wanted: Sequence[Shape]) -> Non
             work = make_work(shape, cache)
             q = work.queries(exchange.shard)
             prepared(team, exchange, work, q)
-            want = select_alone(work, exchange.shard.own_heads, as_exchange=True)
+            want = select_alone(work, exchange.shard.own_heads)
             got = select(exchange, work, q)
             team.agree(f"{kind} {shape.name}", difference(got, want))
             if min(shape.lens) >= TOPK * 128:  # its rows have 16 blocks, and none is padding
@@ -187,7 +187,7 @@ def check_replays(team: Team, exchange: Exchange, replays: int) -> None:
     for variant in variants:
         load(variant)
         heads = exchange.shard.own_heads
-        want.append(torch.stack([select_alone(w, heads, as_exchange=True) for w in works]))
+        want.append(torch.stack([select_alone(w, heads) for w in works]))
     prepared(team, exchange, works[0], queries[0])
     step()
     torch.cuda.synchronize()
@@ -214,7 +214,7 @@ def check_late_rank(team: Team, exchange: Exchange) -> None:
     )  # fmt: skip
     q = work.queries(exchange.shard)
     prepared(team, exchange, work, q)
-    want = select_alone(work, exchange.shard.own_heads, as_exchange=True)
+    want = select_alone(work, exchange.shard.own_heads)
     if team.rank == 1:
         time.sleep(1.0)
     got = select(exchange, work, q)

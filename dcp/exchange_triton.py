@@ -1,8 +1,8 @@
 """The exchange in Triton, on NVIDIA and AMD: one launch a layer and rank; README.md: the protocol.
 
-The same messages, memory and faults as on gfx950 (exchange_gfx950.py). The scores are those of
-ops/index_score_decode/portable.py, bit for bit: the same products in the same order. (On sm_90
-that op takes another kernel for NVFP4 pages, whose last bits may differ.)
+The same messages, memory and faults as on gfx950 (exchange_gfx950.py). The scores are those of the
+op index_score_decode in Triton, bit for bit: the same products, added in the same order, as by the
+kernel that the op takes on this GPU for these caches: portable.py, or hopper.py for NVFP4 on sm_90.
 
 All programs of a launch must be resident, since they wait for one another and for other ranks: see
 `programs`. Refused: fp32 queries, fp16 queries on a bf16 cache, a strided head_dim, head_dim not a
@@ -17,13 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp.exchange_triton_kernel import exchange_kernel
+from dcp.exchange_triton_kernel import HOPPER, exchange_kernel
 from dcp.mailbox_layout import MAX_WORKGROUPS, WORD, Geometry, digest
 from dcp.plan import Batch, Results, choose_results
 from dcp.shard import Shard
 from rocm_msa.arch import GFX950
 from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_int, expect
+from rocm_msa.ops.index_score_decode.triton_impl import on_hopper
 from rocm_msa.ops.triton_host import Geometry as PageGeometry
 from rocm_msa.ops.triton_host import converts_e4m3, operand_types, scale
 
@@ -52,6 +53,13 @@ def programs(device: torch.device) -> int:
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count
     return min(MAX_WORKGROUPS, units * PROGRAMS_A_UNIT[platform()])
+
+
+def _kind(index_q: torch.Tensor, cache: IndexCache, page: PageGeometry) -> int:
+    """How keys are read and summed: as index_score_decode does it here."""
+    if on_hopper(index_q, cache, page):
+        return HOPPER
+    return page.kind + 2 if page.kind and converts_e4m3(index_q) else page.kind
 
 
 def check_batch(
@@ -148,6 +156,7 @@ def run(
         raise ValueError(expect("grid", f"<= {most} resident programs", grid))
     addresses, state = memory
     page = PageGeometry.of(index_cache)
+    kind = _kind(index_q, index_cache, page)
     q = index_q.view(torch.int32)
     state_at = {name: geometry.state[name].offset // WORD for name in
                 ("error", "arrivals", "flags", "keys")}  # fmt: skip
@@ -171,8 +180,8 @@ def run(
         R=triton.next_power_of_2(shard.ranks), K=max(2, triton.next_power_of_2(topk)),
         REQUESTS=max(16, triton.next_power_of_2(batch.requests)),
         PAIRS=16 if pairs <= 16 else MAX_PAIRS, D=index_q.shape[2], K_SCALES=page.k_scales,
-        KIND=page.kind + 2 if page.kind and converts_e4m3(index_q) else page.kind,
-        Q=_TYPES[index_q.dtype], QK=operand_types(index_q, index_cache)[0],
+        KIND=kind, Q=_TYPES[index_q.dtype],
+        QK=_TYPES[index_q.dtype] if kind == HOPPER else operand_types(index_q, index_cache)[0],
         AMD=platform() == "hip", num_warps=1, num_stages=1,
     )  # fmt: skip
     if not launch:

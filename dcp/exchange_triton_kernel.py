@@ -18,10 +18,13 @@ from dcp import triton_mailbox as box
 from dcp import triton_select as pick
 from dcp.mailbox_layout import BUFFERS, SCRUB_WORDS
 from dcp.shard import Site
-from rocm_msa.ops.triton_common import page_halves
+from rocm_msa.ops.triton_common import e4m3_half, page_halves
 
 PHASES = ("push", "wait", "score", "send", "merge")
 TILE = 32  # tokens of a product
+HOPPER = 5
+"""KIND of NVFP4 pages with the sums of ops/triton_hopper.py; the others: ops/triton_common.py."""
+
 # Bounds of the waits in units of the launch's patience: who misses a message itself reports first.
 # The last and longest is triton_select.RESULT_TIMES.
 _START, _QUERIES, _OWN = (tl.constexpr(times) for times in (1, 2, 3))
@@ -29,7 +32,7 @@ _NO_START, _NO_QUERIES, _NO_RESULTS, _OTHER_SHAPE = (
     tl.constexpr(int(site)) for site in (Site.START, Site.QUERIES, Site.RESULTS, Site.SHAPE)
 )
 _BUFFERS, _SCRUB = tl.constexpr(BUFFERS), tl.constexpr(SCRUB_WORDS)
-_TILE = tl.constexpr(TILE)
+_TILE, _HOPPER = tl.constexpr(TILE), tl.constexpr(HOPPER)
 
 
 @triton.jit
@@ -101,15 +104,21 @@ def _query_halves(
     end, base, mine, pusher, W: tl.constexpr, KIND: tl.constexpr, Q: tl.constexpr,
     QK: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
-    """The two halves of the pairs' queries as page_halves has the keys': QK `[pairs, W]` each."""
+    """The two halves of the pairs' queries as page_halves has the keys': QK `[pairs, W]` each.
+
+    For KIND _HOPPER: see _hopper_query.
+    """
     PAIRS: tl.constexpr = base.shape[0]
-    if KIND == 0:  # even and odd head_dim
+    if KIND == 0 or KIND == _HOPPER:  # even and odd head_dim
         word = tl.arange(0, W)
         place = base[:, None] + word[None, :]
         wanted = tl.broadcast_to(mine[:, None], (PAIRS, W))
         peer = tl.broadcast_to(pusher[:, None], (PAIRS, W))
         words, ok = box.collect(end, place, wanted, peer, _NO_QUERIES, _QUERIES, RANKS, R, AMD)
-        return _values(words, 0, Q, QK), _values(words, 16, Q, QK), ok
+        a, b = _values(words, 0, Q, QK), _values(words, 16, Q, QK)
+        if KIND == _HOPPER:
+            a, b = _hopper_query(tl.reshape(tl.join(a, b), (PAIRS, 2 * W)))
+        return a, b, ok
     else:  # first and second half
         word = tl.arange(0, W // 2)
         place = base[:, None] + word[None, :]
@@ -125,6 +134,38 @@ def _query_halves(
 
 
 @triton.jit
+def _hopper_query(q):
+    """fp16 queries in k order and their factors, as ops/triton_hopper.py query_rows has them."""
+    M: tl.constexpr = q.shape[0]
+    q = q.to(tl.float32)
+    top = tl.max(tl.abs(q), 1)
+    bits = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+    bits = tl.maximum(bits, 0x2B800000)
+    q = (q * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+    q = tl.permute(tl.reshape(q, (M, 4, 2, 2, 2, 2, 2)), (0, 2, 3, 5, 6, 1, 4))
+    return tl.reshape(q, (M, 128)), bits.to(tl.float32, bitcast=True) * 16384.0
+
+
+@triton.jit
+def _hopper_keys(base, token, K_SCALES: tl.constexpr):
+    """NVFP4 keys times 2^-14, fp16 `[tokens, 128]`, in the k order of ops/triton_hopper.py.
+
+    k = h + 2 j + 8 p + 32 w   <->   head_dim 32 j + 8 w + p + 4 h, code p + 4 h of word 4 j + w
+    """
+    T: tl.constexpr = token.shape[0]
+    t = token[:, None, None, None, None]
+    w = tl.arange(0, 4)[None, :, None, None, None]
+    p = tl.arange(0, 4)[None, None, :, None, None]
+    j = tl.arange(0, 4)[None, None, None, :, None]
+    h = tl.arange(0, 2)[None, None, None, None, :]
+    words = tl.load(base.to(tl.pointer_type(tl.int32)) + (t * 16 + j * 4 + w))
+    scales = e4m3_half(tl.load(base + K_SCALES + (t * 8 + j * 2 + w // 2)).to(tl.uint16))
+    code = words >> ((p + 4 * h) * 4)
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return tl.reshape(bits.to(tl.uint16).to(tl.float16, bitcast=True) * scales, (T, 128))
+
+
+@triton.jit
 def _block_scores(
     qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES: tl.constexpr,
     D: tl.constexpr, KIND: tl.constexpr, QK: tl.constexpr,
@@ -135,11 +176,17 @@ def _block_scores(
     best = tl.full((qa.shape[0],), float("-inf"), tl.float32)
     for first in range(0, 128, _TILE):
         token = first + tl.arange(0, _TILE)
-        ka, kb = page_halves(base, token, 0, K_SCALES, D, KIND, QK)
-        s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
-        s = tl.dot(qb, tl.trans(kb), acc=s, input_precision="ieee")
+        if KIND == _HOPPER:
+            s = tl.dot(qa, tl.trans(_hopper_keys(base, token, K_SCALES)))
+        else:
+            ka, kb = page_halves(base, token, 0, K_SCALES, D, KIND, QK)
+            s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
+            s = tl.dot(qb, tl.trans(kb), acc=s, input_precision="ieee")
         best = tl.maximum(best, tl.max(s, 1))
-    return tl.where(good, best * k_scale, float("-inf"))
+    factor = k_scale
+    if KIND == _HOPPER:
+        factor = qb * k_scale
+    return tl.where(good, best * factor, float("-inf"))
 
 
 @triton.jit

@@ -80,6 +80,7 @@ def test_sm_90_no_spills_and_all_programs_resident(kind, rows, form, monkeypatch
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
     monkeypatch.setattr(exchange_triton, "platform", lambda: "cuda")
     monkeypatch.setattr(exchange_triton, "converts_e4m3", lambda tensor: True)
+    monkeypatch.setattr(exchange_triton, "on_hopper", lambda *args: kind == "nvfp4")
     exchange_triton.run(*arguments(kind, rows, form), results=form, grid=924)
     text, shared = _ptx(captured)
     assert "st.relaxed.sys.global.b64" in text and "ld.volatile.global" in text

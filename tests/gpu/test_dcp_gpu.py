@@ -95,7 +95,7 @@ class Model:
         self.want = []
         for at in range(len(LENS)):
             self.load(at)
-            alone = [select_alone(w, own, as_exchange=True) for w in self.works]
+            alone = [select_alone(w, own) for w in self.works]
             self.want.append(torch.stack(alone))
         self.wrong = torch.zeros((), dtype=torch.int64, device=device())
 
@@ -137,7 +137,7 @@ def test_streams_of_one_process(ranks, kind, form):
             torch.cuda.synchronize()
             group.check()
             for end, out in zip(group.ends, outs, strict=True):
-                want = select_alone(work, end.shard.own_heads, as_exchange=True)
+                want = select_alone(work, end.shard.own_heads)
                 assert torch.equal(out, want)
 
 
@@ -191,7 +191,7 @@ def test_a_rank_that_comes_late_is_awaited():
         work, outs = one_launch(group, (0, 1))
         group.check()
         for end, out in zip(group.ends, outs, strict=True):
-            assert torch.equal(out, select_alone(work, end.shard.own_heads, as_exchange=True))
+            assert torch.equal(out, select_alone(work, end.shard.own_heads))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -53,7 +53,7 @@ def run(
     pages = (cache.pages, cache.block_stride, cache.num_blocks)
     table = (block_table, *block_table.stride(), max_blocks, seq_lens, rows_per_request)
     target = (scale(cache, "k"), out, *out.stride())
-    if fast and _on_hopper(index_q, cache, g):
+    if fast and on_hopper(index_q, cache, g):
         from rocm_msa.ops.index_score_decode import hopper as fast_kernel
 
         t = tuning or select_hopper(requests, pairs, max_blocks)
@@ -75,7 +75,8 @@ def run(
     return out
 
 
-def _on_hopper(index_q: torch.Tensor, cache: IndexCache, g: Geometry) -> bool:
+def on_hopper(index_q: torch.Tensor, cache: IndexCache, g: Geometry) -> bool:
+    """Whether hopper.py scores these queries: its sums are in another order than portable.py's."""
     return (
         hopper(index_q)
         and g.kind == 0

@@ -57,12 +57,13 @@ class Rank:
 
 @dataclass
 class Group:
-    """All ranks of a step, in one address space. `status`: what the host would read."""
+    """All ranks of a step, in one address space. status: what each rank's host would read."""
 
     step: Step
     phases: int = len(plan.PHASES)
     workgroups: int = WORKGROUPS
     ranks: list[Rank] = field(default_factory=list)
+    inputs: list[tuple] | None = None  # each rank's hidden and residual, where not the step's own
 
     def __post_init__(self) -> None:
         step = self.step
@@ -99,8 +100,9 @@ class Group:
 
     def arguments(self, rank: int) -> list:
         r, step = self.ranks[rank], self.step
+        given = self.inputs[rank] if self.inputs else (step.hidden, step.residual)
         return arguments(
-            self.build, r.memory, r.packed, r.caches, step.batch, step.hidden, step.residual,
+            self.build, r.memory, r.packed, r.caches, step.batch, *given,
             r.hidden_out, r.residual_out,
         )  # fmt: skip
 

@@ -68,12 +68,9 @@ class Build:
 
 
 def builds(config) -> list[Build]:
-    """For the group of ranks that a configuration is a share of; see aot.ServingConfig.
-
-    Needs `config.ranks` and `config.all_index_heads`; none for one rank.
-    """
-    ranks, heads = config.ranks, config.all_index_heads
-    if ranks < 2 or not host.scores_served(config):
+    """For the group of ranks that a configuration is a share of; see aot.ServingConfig."""
+    ranks, heads = config.ranks, config.group_index_heads
+    if ranks not in RANKS or not host.scores_served(config):
         return []
     return [
         Build(config.index_dtype.value, config.dtype, tiles, ranks, heads, config.topk, form.value)

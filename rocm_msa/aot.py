@@ -36,6 +36,7 @@ from rocm_msa.kernel_manifest import Argument, Entry, Manifest, ManifestError
 from rocm_msa.kernel_sources import newer_sources, source_digest
 
 MODULES: tuple[str, ...] = (
+    "dcp.exchange_gfx950",
     "rocm_msa.ops.block_topk.flydsl_gfx950",
     "rocm_msa.ops.index_score_decode.flydsl_gfx950",
     "rocm_msa.ops.index_score_prefill.flydsl_gfx950",
@@ -97,7 +98,8 @@ class ServingConfig:
 
     q_heads, kv_heads, index_heads: of this rank. main_dtype, index_dtype: of the caches.
     dtype: of activations, bf16, fp16 or fp32. has_dense_layers: layers without an index branch.
-    rope_dtype: of the cos_sin table.
+    rope_dtype: of the cos_sin table. ranks: of the tensor-parallel group; group_index_heads: the
+    index heads of all of them.
     """
 
     q_heads: int
@@ -113,6 +115,8 @@ class ServingConfig:
     local_blocks: int = 1
     has_dense_layers: bool = True
     rope_dtype: str = "fp32"
+    ranks: int = 1
+    group_index_heads: int = 0
 
     def __post_init__(self) -> None:
         for name in ("q_heads", "kv_heads", "index_heads", "head_dim", "rotary_dim", "topk"):
@@ -148,6 +152,8 @@ class ServingConfig:
             model.init_blocks,
             model.local_blocks,
             model.num_dense_layers > 0,
+            ranks=tp,
+            group_index_heads=model.index_heads,
         )
 
 

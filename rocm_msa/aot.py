@@ -40,6 +40,7 @@ MODULES: tuple[str, ...] = (
     "rocm_msa.ops.block_topk.flydsl_gfx950",
     "rocm_msa.ops.index_score_decode.flydsl_gfx950",
     "rocm_msa.ops.index_score_prefill.flydsl_gfx950",
+    "rocm_msa.ops.index_select_decode.flydsl_gfx950",
     "rocm_msa.ops.qkv_insert.flydsl_gfx950",
     "rocm_msa.ops.sparse_decode.flydsl_gfx950",
     "rocm_msa.ops.sparse_prefill.flydsl_gfx950",
@@ -75,10 +76,9 @@ class OpModule(Protocol):
         ...
 
     def compile_build(self, build: Build) -> Compiled:
-        """Compile one kernel with `compile_flydsl(..., line_info=False)`. The `@flyc.jit` function
-        takes exactly the kernel's arguments, in order. The traced code lies in a file of its own
-        that imports FlyDSL at its top (FlyDSL looks for annotations in a module's globals), and
-        that only this function imports."""
+        """Compile one kernel with `flydsl_compile.compile_kernel`. The traced code lies in a file
+        of its own that imports FlyDSL at its top (FlyDSL looks for annotations in a module's
+        globals), and that only this function imports."""
         ...
 
     def needs(self, *args: Any, **options: Any) -> Sequence[Build]:
@@ -88,7 +88,8 @@ class OpModule(Protocol):
         ...
 
     def run(self, *args: Any, **options: Any) -> Any:
-        """The op; launches through `launcher.launch(build, grid, args, device)`."""
+        """The op; launches through `launcher.launch(build, grid, args, device)`. A keyword `builds`
+        takes what `needs` gave for these arguments, so that they are looked at once."""
         ...
 
 

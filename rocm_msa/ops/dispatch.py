@@ -16,7 +16,7 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rocm_msa import launcher
@@ -114,12 +114,27 @@ def _flydsl_or_next(
 ) -> Any:
     """Run the op's compiled kernels, or the next backend where they do not serve this call."""
     run = implementations["flydsl"]
-    fault = run.fault(device, args, options)
+    builds, fault = run.serves(device, args, options)
     if fault is None:
         _note(op, "flydsl", "preferred")
-    else:
-        run = _first(op, implementations, device, {"flydsl": fault})
-    return run(*args, **options)
+        return run(*args, **options, builds=builds)
+    return _first(op, implementations, device, {"flydsl": fault})(*args, **options)
+
+
+def fused(
+    op: str, backend: str | None, run: FlydslRun, device: torch.device, args: tuple
+) -> Callable[..., Any] | None:
+    """A kernel that does the work of several ops, when it serves this call; else they run alone.
+
+    args: of `run`, as far as its `needs` looks at them.
+    """
+    if backend not in (None, "flydsl") or _fault("flydsl", device) is not None:
+        return None
+    builds, fault = run.serves(device, args, {})
+    if fault is not None:
+        return None
+    _note(op, "flydsl", "one launch")
+    return functools.partial(run, builds=builds)
 
 
 def _note(op: str, name: str, reason: str) -> None:
@@ -158,15 +173,17 @@ class FlydslRun:
         """Whether the op has FlyDSL kernels at all."""
         return importlib.util.find_spec(self.module) is not None
 
-    def fault(self, device: torch.device | None, args: tuple, options: dict) -> str | None:
-        """Why no compiled kernel serves this call; None when all that it needs are there."""
+    def serves(
+        self, device: torch.device | None, args: tuple, options: dict
+    ) -> tuple[Sequence[Any], str | None]:
+        """(builds that a call needs, why it cannot have them or None)."""
         try:
             builds = importlib.import_module(self.module).needs(*args, **options)
         except NotImplementedError as error:
-            return str(error)
+            return (), str(error)
         loaded = launcher.active(device) if device is not None else None
         missing = loaded.missing(builds) if loaded is not None else []
-        return f"not compiled: {', '.join(missing)}" if missing else None
+        return builds, f"not compiled: {', '.join(missing)}" if missing else None
 
 
 def flydsl_run(op: str) -> FlydslRun:

@@ -8,7 +8,7 @@ every scale of a head are where they are needed, and P is an operand of the seco
 lies. A lane of tile t holds scores of the tokens 16 t + 4 g + r, r = 0..3.
 
 P of E4M3 pages is two terms, p = hi + lo, each rounded to E4M3; of bf16 pages bf16. l is the sum of
-the rounded p, in the matrix pipe. Everything else is fp32. What the attention ops make of (m, l, O):
+the rounded p, in the matrix pipe. Everything else is fp32. What attention ops make of (m, l, O):
 flydsl_partial.py. Traced code: see device/; operands: see flydsl_page.py.
 """
 

@@ -135,6 +135,9 @@ class MsaAttention(CacheLayer):
             self.index_q_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
             self.index_k_norm = GemmaRMSNorm(model.index_dim, eps=model.rms_norm_eps)
             self.index_cache = IndexCacheLayer(serving, f"{self.layer_name}.index_cache")
+            requests = get_current_vllm_config().scheduler_config.max_num_seqs
+            counters = torch.zeros(requests, dtype=torch.int32)
+            self.register_buffer("select_counters", counters, persistent=False)
         self.rotary_emb = _rope(serving)
         self.kv_scales = {"k": 1.0, "v": 1.0}
         self.decode_cp: DecodeCp | None = None
@@ -240,36 +243,33 @@ class MsaAttention(CacheLayer):
         """Blocks of each row: int32 `[index_heads, rows, topk]`."""
         model, backend = self.serving.model, self.serving.options.backend
         cache = self.index_cache.cache
+        kept = (model.topk_blocks, model.init_blocks, model.local_blocks)
         if part.rows_per_request is not None:
             if self.decode_cp is not None:
                 ids = self.decode_cp.select(self.layer_id, index_q, cache, part)
                 if ids is not None:
                     return ids
-            scores = ops.index_score_decode(
+            fits = part.seq_lens.shape[0] <= self.select_counters.shape[0]
+            return ops.select_decode(
                 index_q,
                 cache,
                 part.block_table,
                 part.seq_lens,
                 part.rows_per_request,
+                part.num_blocks,
+                *kept,
+                counters=self.select_counters if fits else None,
                 backend=backend,
             )
-        else:
-            scores = ops.index_score_prefill(
-                index_q,
-                cache,
-                part.block_table,
-                part.cu_seqlens_q,
-                part.seq_lens,
-                backend=backend,
-            )
-        return ops.block_topk(
-            scores,
-            part.num_blocks,
-            model.topk_blocks,
-            model.init_blocks,
-            model.local_blocks,
+        scores = ops.index_score_prefill(
+            index_q,
+            cache,
+            part.block_table,
+            part.cu_seqlens_q,
+            part.seq_lens,
             backend=backend,
         )
+        return ops.block_topk(scores, part.num_blocks, *kept, backend=backend)
 
     def _attend_part(
         self, q: torch.Tensor, ids: torch.Tensor | None, part: Part, out: torch.Tensor

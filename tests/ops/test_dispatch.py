@@ -102,6 +102,15 @@ def test_compiled_kernels_are_chosen_where_they_serve_the_call(logged):
     ]
 
 
+@pytest.mark.parametrize("backend", [None, "flydsl"])
+def test_a_call_is_looked_at_once(monkeypatch, backend):
+    seen, needs = [], toy.needs
+    monkeypatch.setattr(toy, "needs", lambda *a, **o: seen.append(1) or needs(*a, **o))
+    with emulated([toy.Build(16)]):
+        toy_op(torch.arange(5.0), 2.0, backend=backend)
+    assert len(seen) == 1
+
+
 def gpu(monkeypatch, hip, arch):
     """Let torch see one GPU."""
     monkeypatch.setattr(torch.version, "hip", hip)

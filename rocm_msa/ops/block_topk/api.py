@@ -28,6 +28,15 @@ _IMPLEMENTATIONS = {
 }
 
 
+def check_kept(topk: int, init_blocks: int, local_blocks: int) -> None:
+    """Check the counts of blocks; see block_topk."""
+    check_int("local_blocks", local_blocks, 1)  # the newest block is kept
+    check_int("init_blocks", init_blocks, 0)
+    check_int("topk", topk, 1)
+    if topk < init_blocks + local_blocks:
+        raise ValueError(expect("topk", f">= {init_blocks + local_blocks} kept blocks", topk))
+
+
 def block_topk(
     scores: torch.Tensor,
     num_blocks: torch.Tensor,
@@ -58,11 +67,7 @@ def block_topk(
     check_tensor("scores", scores, ["heads", "rows", "max_blocks"], torch.float32)
     heads, rows, max_blocks = scores.shape
     check_tensor("num_blocks", num_blocks, [rows], torch.int32, device=scores.device)
-    check_int("local_blocks", local_blocks, 1)  # the newest block is kept
-    check_int("init_blocks", init_blocks, 0)
-    check_int("topk", topk, 1)
-    if topk < init_blocks + local_blocks:
-        raise ValueError(expect("topk", f">= {init_blocks + local_blocks} kept blocks", topk))
+    check_kept(topk, init_blocks, local_blocks)
     if (
         rows
         and on_host(num_blocks)

@@ -72,9 +72,11 @@ def run(
     init_blocks: int,
     local_blocks: int,
     out: torch.Tensor | None = None,
+    *,
+    builds: list[Build] | None = None,
 ) -> torch.Tensor:
     """int32 `[heads, rows, topk]`; see api.py."""
-    (build,) = needs(scores, num_blocks, topk, init_blocks, local_blocks)
+    (build,) = builds or needs(scores, num_blocks, topk, init_blocks, local_blocks)
     heads, rows, max_blocks = scores.shape
     if out is None:
         out = torch.empty(heads, rows, topk, dtype=torch.int32, device=scores.device)

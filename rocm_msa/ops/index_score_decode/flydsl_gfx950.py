@@ -71,9 +71,11 @@ def run(
     seq_lens: torch.Tensor,
     rows_per_request: int,
     out: torch.Tensor | None = None,
+    *,
+    builds: list[Build] | None = None,
 ) -> torch.Tensor:
     """fp32 `[heads, rows, max_blocks]`; see api.py."""
-    (build,) = needs(index_q, index_cache, block_table, seq_lens, rows_per_request)
+    (build,) = builds or needs(index_q, index_cache, block_table, seq_lens, rows_per_request)
     rows, heads, _ = index_q.shape
     requests, max_blocks = block_table.shape
     if out is None:
@@ -95,6 +97,6 @@ def run(
 
 def compile_build(build: Build):
     """rocm_msa.flydsl_compile.Compiled of one kernel."""
-    from rocm_msa.ops.index_score_decode.flydsl_kernel import compile_kernel
+    from rocm_msa.ops.index_score_decode import flydsl_kernel
 
-    return compile_kernel(build)
+    return flydsl_kernel.compile_build(build)

@@ -64,9 +64,11 @@ def run(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor | None = None,
+    *,
+    builds: list[Build] | None = None,
 ) -> torch.Tensor:
     """fp32 `[heads, tokens, max_blocks]`; see api.py."""
-    (build,) = needs(index_q, index_cache, block_table, cu_seqlens_q, seq_lens)
+    (build,) = builds or needs(index_q, index_cache, block_table, cu_seqlens_q, seq_lens)
     tokens, heads, _ = index_q.shape
     requests, max_blocks = block_table.shape
     if out is None:
@@ -91,6 +93,6 @@ def run(
 
 def compile_build(build: Build):
     """rocm_msa.flydsl_compile.Compiled of one kernel."""
-    from rocm_msa.ops.index_score_prefill.flydsl_kernel import compile_kernel
+    from rocm_msa.ops.index_score_prefill import flydsl_kernel
 
-    return compile_kernel(build)
+    return flydsl_kernel.compile_build(build)

@@ -9,7 +9,7 @@ import flydsl.expr as fx
 
 from rocm_msa.device.memory import global_bytes
 from rocm_msa.device.wave import WAVE
-from rocm_msa.flydsl_compile import Compiled, compile_flydsl
+from rocm_msa.flydsl_compile import Compiled, compile_kernel
 from rocm_msa.ops.flydsl_host import SCORE_WAVES
 from rocm_msa.ops.flydsl_index_score import score_run
 from rocm_msa.ops.flydsl_rows import last_request
@@ -18,7 +18,7 @@ from rocm_msa.ops.index_score_prefill.flydsl_gfx950 import TILES, Build
 NO_TOKEN = -(2**30)  # a length below which no block is seen
 
 
-def compile_kernel(build: Build) -> Compiled:
+def compile_build(build: Build) -> Compiled:
     @flyc.kernel(name=build.symbol)
     def kernel(
         index_q: fx.Pointer,  # [tokens, heads, 128]
@@ -72,46 +72,4 @@ def compile_kernel(build: Build) -> Compiled:
             first_row = fx.Int64(begin + offset)
             score_run(build, TILES, a, known, first_row, first_length, count * heads)
 
-    @flyc.jit
-    def launch(
-        index_q: fx.Pointer,
-        q_row: fx.Int64,
-        q_head: fx.Int64,
-        pages: fx.Pointer,
-        block_stride: fx.Int64,
-        num_pages: fx.Int32,
-        table: fx.Pointer,
-        block_table: fx.Pointer,
-        table_row: fx.Int64,
-        table_column: fx.Int64,
-        cu_seqlens: fx.Pointer,
-        cu_stride: fx.Int64,
-        seq_lens: fx.Pointer,
-        seq_stride: fx.Int64,
-        requests: fx.Int32,
-        tokens: fx.Int32,
-        group: fx.Int32,
-        heads: fx.Int32,
-        max_blocks: fx.Int32,
-        run: fx.Int32,
-        factor: fx.Float32,
-        out: fx.Pointer,
-        out_head: fx.Int64,
-        out_row: fx.Int64,
-        out_block: fx.Int64,
-    ):
-        kernel(
-            index_q, q_row, q_head, pages, block_stride, num_pages, table, block_table,
-            table_row, table_column, cu_seqlens, cu_stride, seq_lens, seq_stride, requests,
-            tokens, group, heads, max_blocks, run, factor, out, out_head, out_row, out_block,
-        ).launch(grid=(1, 1, 1), block=(SCORE_WAVES * WAVE, 1, 1))  # fmt: skip
-
-    def null(dtype, align: int = 4):
-        return flyc.from_c_void_p(dtype, None, assumed_align=align)
-
-    wide, words = fx.Int64(1), null(fx.Int32)
-    page = null(fx.Uint32, 16)
-    return compile_flydsl(
-        launch, page, wide, wide, page, wide, 1, page, words, wide, wide, words, wide, words, wide,
-        1, 1, 1, 1, 1, 1, 1.0, null(fx.Float32), wide, wide, wide, line_info=False,
-    )  # fmt: skip
+    return compile_kernel(kernel, SCORE_WAVES * WAVE, pointers={"out": fx.Float32})

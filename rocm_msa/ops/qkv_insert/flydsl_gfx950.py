@@ -139,10 +139,19 @@ def needs(
 
 
 def run(
-    qkv, norms, cos_sin, positions, main_cache, index_cache, main_slots, index_slots, heads
+    qkv,
+    norms,
+    cos_sin,
+    positions,
+    main_cache,
+    index_cache,
+    main_slots,
+    index_slots,
+    heads,
+    builds=None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See api.py."""
-    (build,) = needs(
+    (build,) = builds or needs(
         qkv, norms, cos_sin, positions, main_cache, index_cache, main_slots, index_slots, heads
     )
     tokens, dim = qkv.shape[0], heads.head_dim
@@ -196,6 +205,6 @@ def _cache_arguments(cache, sides: tuple[str, ...]) -> list:
 
 def compile_build(build: Build):
     """rocm_msa.flydsl_compile.Compiled of one kernel."""
-    from rocm_msa.ops.qkv_insert.flydsl_kernel import compile_kernel
+    from rocm_msa.ops.qkv_insert import flydsl_kernel
 
-    return compile_kernel(build)
+    return flydsl_kernel.compile_build(build)

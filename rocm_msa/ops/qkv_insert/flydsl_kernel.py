@@ -24,7 +24,7 @@ from rocm_msa.device.memory import Bytes, global_address, global_bytes
 from rocm_msa.device.norm import gemma_norm
 from rocm_msa.device.rope import rotate
 from rocm_msa.device.wave import WAVE, lane_id, wave_id
-from rocm_msa.flydsl_compile import Compiled, compile_flydsl
+from rocm_msa.flydsl_compile import Compiled, compile_kernel
 from rocm_msa.layout import Layout
 from rocm_msa.ops.qkv_insert.flydsl_gfx950 import ALIGN, LANE_VALUES, WAVES, Build
 
@@ -242,7 +242,7 @@ def insert_head(build, a, head, first_token):
                         _encode_and_store(values, target, slot, part, index_dtype, dim)
 
 
-def compile_kernel(build: Build) -> Compiled:
+def compile_build(build: Build) -> Compiled:
     @flyc.kernel(name=build.symbol)
     def kernel(
         qkv: fx.Pointer,  # [tokens, heads * head_dim]
@@ -292,56 +292,4 @@ def compile_kernel(build: Build) -> Compiled:
         head = fx.Int32(fx.block_idx.y) * WAVES + wave_id()
         insert_head(build, a, head, fx.Int32(fx.block_idx.x) * build.wave_tokens)
 
-    return _compile(kernel)
-
-
-def _compile(kernel) -> Compiled:
-    @flyc.jit
-    def launch(
-        qkv: fx.Pointer,
-        qkv_row: fx.Int64,
-        tokens: fx.Int32,
-        weight_q: fx.Pointer,
-        weight_k: fx.Pointer,
-        weight_index_q: fx.Pointer,
-        weight_index_k: fx.Pointer,
-        eps: fx.Float32,
-        cos_sin: fx.Pointer,
-        cos_sin_row: fx.Int64,
-        max_position: fx.Int32,
-        positions: fx.Pointer,
-        position_step: fx.Int32,
-        position_high: fx.Int32,
-        main_slots: fx.Pointer,
-        main_slot_step: fx.Int32,
-        main_slot_high: fx.Int32,
-        index_slots: fx.Pointer,
-        index_slot_step: fx.Int32,
-        index_slot_high: fx.Int32,
-        main_pages: fx.Pointer,
-        main_stride: fx.Int64,
-        main_limit: fx.Int64,
-        k_scale: fx.Float32,
-        v_scale: fx.Float32,
-        index_pages: fx.Pointer,
-        index_stride: fx.Int64,
-        index_limit: fx.Int64,
-        index_scale: fx.Float32,
-        q_out: fx.Pointer,
-        index_q_out: fx.Pointer,
-    ):
-        kernel(
-            qkv, qkv_row, tokens, weight_q, weight_k, weight_index_q, weight_index_k, eps,
-            cos_sin, cos_sin_row, max_position, positions, position_step, position_high,
-            main_slots, main_slot_step, main_slot_high,
-            index_slots, index_slot_step, index_slot_high,
-            main_pages, main_stride, main_limit, k_scale, v_scale,
-            index_pages, index_stride, index_limit, index_scale, q_out, index_q_out,
-        ).launch(grid=(1, 1, 1), block=(WAVES * WAVE, 1, 1))  # fmt: skip
-
-    p = flyc.from_c_void_p(fx.Uint8, None, assumed_align=1)
-    i, wide, f = 1, fx.Int64(1), 1.0
-    return compile_flydsl(
-        launch, p, wide, i, p, p, p, p, f, p, wide, i, p, i, i, p, i, i, p, i, i,
-        p, wide, wide, f, f, p, wide, wide, f, p, p, line_info=False,
-    )  # fmt: skip
+    return compile_kernel(kernel, WAVES * WAVE)

@@ -123,13 +123,16 @@ def run(
     shared_pages: bool = False,
     fold: int | None = None,
     parts: int | None = None,
+    builds: Sequence[Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in q's dtype, lse); see api.py.
 
     fold: exponent of the table for NVFP4 pages, see flydsl_attend.scales_and_table. parts: one of
     PARTS, for tests and benchmarks; changes no bit.
     """
-    builds = needs(q, main_cache, block_ids, out=out, shared_pages=shared_pages, parts=parts)
+    builds = builds or needs(
+        q, main_cache, block_ids, out=out, shared_pages=shared_pages, parts=parts
+    )
     rows, q_heads, _ = q.shape
     requests, kv_heads = block_table.shape[0], main_cache.kv_heads
     if shared_pages:

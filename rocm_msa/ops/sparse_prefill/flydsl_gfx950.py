@@ -29,10 +29,18 @@ def needs(q, main_cache, block_ids, *_: Any, out=None, **__: Any) -> Sequence[by
 
 
 def run(
-    q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale, out=None
+    q,
+    main_cache,
+    block_ids,
+    block_table,
+    cu_seqlens_q,
+    seq_lens,
+    sm_scale,
+    out=None,
+    builds=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out in q's dtype, lse); see api.py."""
-    builds = needs(q, main_cache, block_ids, out=out)
+    builds = builds or needs(q, main_cache, block_ids, out=out)
     return by_page.attend_varlen(
         builds, q, main_cache, block_ids, block_table, cu_seqlens_q, seq_lens, sm_scale, out
     )

@@ -66,7 +66,7 @@ def test_the_image_runs_without_root_and_is_watched():
 def test_versions_are_named_in_one_place():
     named = versions()
     for path in DOCKER.iterdir():
-        if path.name == "versions.env":
+        if path.name == "versions.env" or path.is_dir():
             continue
         text = path.read_text()
         assert not re.search(r"(==|>=|:v?)\d+\.\d+\.\d+", text), path

@@ -17,6 +17,8 @@ SCORE_BYTES = 4
 """A block's score, fp32."""
 CANDIDATE_BYTES = 8
 """A candidate: its score's order key and its logical block id, int32 each."""
+TAGGED = 2
+"""Bytes in a mailbox for each byte said: every 32-bit word has its launch's tag beside it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Results(Enum):
 
 
 def result_bytes(shard: Shard, max_blocks: int, topk: int, results: Results) -> int:
-    """Bytes that a rank sends to one owner of a head for one row."""
+    """Bytes that a rank tells one owner of a head for one row, without tags."""
     if results is Results.SCORES:
         return shard.slots(max_blocks) * SCORE_BYTES
     return topk * CANDIDATE_BYTES
@@ -99,7 +101,7 @@ def exchange_bytes(shard: Shard, batch: Batch, scan: Scan) -> int:
     Results as candidates: no form has more where they matter.
     """
     rows = batch.rows * shard.heads_per_rank
-    return rows * (scan.query_bytes + scan.topk * CANDIDATE_BYTES)
+    return TAGGED * rows * (scan.query_bytes + scan.topk * CANDIDATE_BYTES)
 
 
 def threshold(shard: Shard, batch: Batch, scan: Scan, costs: Costs = _COSTS) -> int:

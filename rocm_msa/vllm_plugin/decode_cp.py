@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rocm_msa import launcher
@@ -154,9 +153,7 @@ def _gpu_backend(serving: Serving, dtype: torch.dtype, device: torch.device) -> 
     if fault is None and asked != "triton":
         from dcp import exchange_gfx950
 
-        group = {"ranks": serving.rank.tp, "all_index_heads": serving.model.index_heads}
-        share = vars(kernels.config_of(serving, dtype))
-        needed = exchange_gfx950.builds(SimpleNamespace(**{**share, **group}))
+        needed = exchange_gfx950.builds(kernels.config_of(serving, dtype))
         missing = launcher.active(device).missing(needed)
         if missing or not needed:
             fault = f"not compiled: {', '.join(missing) or 'any for this configuration'}"

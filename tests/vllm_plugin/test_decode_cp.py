@@ -74,7 +74,7 @@ def shared(monkeypatch, caplog):
 
 
 def test_long_batches_are_shared_short_ones_are_not(shared, caplog):
-    long, short = part(45, 4, 204), part(45, 4, 203)
+    long, short = part(45, 4, 227), part(45, 4, 226)
     assert shared.select(7, "q", "cache", long) == "ids"
     assert shared.select(7, "q", "cache", short) is None
     assert shared.select(8, "q", "cache", long) == "ids"
@@ -86,9 +86,9 @@ def test_long_batches_are_shared_short_ones_are_not(shared, caplog):
     said = [r.message for r in caplog.records if "decode batch" in r.message]
     assert len(said) == 2
     assert (
-        "shared (long): 45 requests x 4 rows of up to 204 blocks; the threshold is 204" in said[0]
+        "shared (long): 45 requests x 4 rows of up to 227 blocks; the threshold is 227" in said[0]
     )
-    assert "alone (short): 45 requests x 4 rows of up to 203 blocks" in said[1]
+    assert "alone (short): 45 requests x 4 rows of up to 226 blocks" in said[1]
 
 
 def test_a_threshold_of_ones_own(shared):

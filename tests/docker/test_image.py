@@ -300,7 +300,7 @@ def test_self_test_finds_what_does_not_import(module, code, fails, tmp_path):
     program = "import self_test; print(self_test.import_all(self_test.module_names(('-',))))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", program],
-        env={"PYTHONPATH": f"{DOCKER}:{tmp_path}", "PATH": os.environ["PATH"]},
+        env={"PYTHONPATH": f"{DOCKER}:{tmp_path}", "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -8,17 +8,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from rocm_msa import __version__
 from rocm_msa.cli import app, doctor_facts, vllm_main
-from rocm_msa.errors import ConfigError
+from rocm_msa.errors import ConfigError, Refusals
 from rocm_msa.flydsl_compile import FLYDSL_VERSION
 from rocm_msa.kernel_manifest import Entry, Manifest, write
 from rocm_msa.kernel_sources import source_digest
-from rocm_msa.vllm_plugin import compat
+from rocm_msa.vllm_plugin import compat, verify
 from tests.launcher import toy
 from tests.vllm_plugin.test_verify import config, refusal
 
@@ -82,6 +83,30 @@ def test_aiter_asked_for_and_missing(checkpoint, monkeypatch):
     assert "VLLM_ROCM_USE_AITER: the package aiter is not installed" in refusal(checkpoint)
     monkeypatch.setenv("VLLM_ROCM_USE_AITER", "0")
     config(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "method", "refused"),
+    [
+        ("cuda", None, None, False),
+        ("cuda", "moe", "modelopt", False),
+        ("cuda", "moe", None, True),
+        ("cpu", "moe", None, False),
+    ],
+)
+def test_quantisation_that_vllm_would_pass_over(device, given, method, refused, caplog):
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(quantization_config=given, quantization=method),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    refusals = Refusals("s")
+    verify.logger.addHandler(caplog.handler)
+    try:
+        verify._check_quantization(made, refusals)
+    finally:
+        verify.logger.removeHandler(caplog.handler)
+    assert [r.partition(":")[0] for r in refusals.reasons] == ["--quantization-config"] * refused
+    assert ("has no effect on the CPU" in caplog.text) is (device == "cpu")
 
 
 def test_all_reasons_of_a_real_command_come_at_once(checkpoint, tmp_path):

@@ -96,8 +96,8 @@ def arguments(
     if memory.scratch.numel() < scratch:
         raise ValueError(expect("scratch", f">= {scratch} bytes", memory.scratch.numel()))
     plan.check_workgroups(memory.workgroups, plan.MAX_WORKGROUPS)
-    for name, cache, heads in (("main_cache", main, build.kv_heads), ("index_cache", index, 1)):
-        _check_cache(name, cache, heads)
+    _check_cache("main_cache", main, build.kv_heads, ("k", "v"))
+    _check_cache("index_cache", index, 1, ("k",))
     k_factor, v_factor, table = scales_and_table(main, hidden.device)
     index_factor, index_table = keys_of(index)
     return [
@@ -124,11 +124,11 @@ def _check(name: str, x: torch.Tensor, shape: Sequence, dtype) -> None:
 _UNALIGNED = ("positions", "main_slots", "index_slots", "block_table", "seq_lens")
 
 
-def _check_cache(name: str, cache, heads: int) -> None:
-    got = (cache.dtype, cache.kv_heads, cache.head_dim)
-    wanted = (CacheDType.NVFP4, heads, HEAD_DIM)
+def _check_cache(name: str, cache, heads: int, sides: tuple[str, ...]) -> None:
+    got = (cache.dtype, cache.kv_heads, cache.head_dim, cache.page.sides)
+    wanted = (CacheDType.NVFP4, heads, HEAD_DIM, sides)
     if got != wanted:
-        raise NotImplementedError(expect(f"{name} (dtype, heads, head_dim)", wanted, got))
+        raise NotImplementedError(expect(f"{name} (dtype, heads, head_dim, sides)", wanted, got))
     if cache.block_stride % 16 or cache.pages.data_ptr() % 16:
         raise NotImplementedError(expect(f"{name}.block_stride", "a multiple of 16", "another"))
 

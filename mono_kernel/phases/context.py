@@ -40,11 +40,12 @@ class Context:
 
     def scratch(self, name: str) -> Bytes:
         """A region of scratch."""
-        return global_address(self.a.scratch).at(self._scratch[name].offset)
+        return global_address(self.a.scratch).at(fx.Int64(self._scratch[name].offset))
 
     def weights(self, name: str) -> Bytes:
         """A region of the layer's weights."""
-        return global_address(self.a.weights).at(self._weights[name].offset)
+        # Hundreds of megabytes: more than an instruction's or the compiler's constant holds.
+        return global_address(self.a.weights).at(fx.Int64(self._weights[name].offset))
 
     def pointer(self, place: Bytes, dtype) -> fx.Pointer:
         """A place as the pointer that the ops' traced code takes."""

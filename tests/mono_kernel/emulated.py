@@ -14,7 +14,7 @@ from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedul
 from mono_kernel import plan
 from mono_kernel.faults import MonoError, decode
 from mono_kernel.layer_gfx950 import Build, Memory, arguments
-from mono_kernel.shapes import MAX_ROWS
+from mono_kernel.regions import view
 from rocm_msa import kernel_manifest
 from rocm_msa.aot import compile_builds
 from tests.mono_kernel.steps import Step
@@ -129,29 +129,10 @@ class Group:
         return report
 
     def region(self, name: str, rank: int = 0) -> torch.Tensor:
-        """A region in the shape and dtype of plan.scratch_layout, the batch's rows."""
+        """A region in the shape and dtype of plan.scratch_layout, of the batch's rows."""
         s, rows = self.step.shape, self.step.batch.rows
         r = self.ranks[rank]
         if name in plan.OUTPUTS:
             return getattr(r, name)
-        blocks = self.step.table.shape[1]
-        where = plan.scratch_layout(s, blocks)[name]
-        raw = r.memory.scratch[where.offset : where.end]
-        wide = {"normed": s.hidden, "attended": s.attended}
-        if name in wide:
-            if s.attention_format == "bf16":
-                return raw.view(torch.bfloat16).view(MAX_ROWS, wide[name])[:rows]
-            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, 2, wide[name])[:rows]
-        if name == "post":
-            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, 2, s.hidden)[:rows]
-        if name == "active":
-            return raw.view(torch.float8_e4m3fn).view(MAX_ROWS, s.slots, 2, s.widest)[:rows]
-        if name in ("scores", "selected"):
-            dtype, last = (torch.float32, blocks) if name == "scores" else (torch.int32, s.topk)
-            return raw.view(dtype).view(s.kv_heads, MAX_ROWS, last)[:, :rows]
-        dtype = {"stream": torch.bfloat16, "projected": torch.bfloat16, "chosen": torch.int32}
-        dtype |= {"q": torch.bfloat16, "index_q": torch.bfloat16}
-        found = raw.view(dtype.get(name, torch.float32)).view(MAX_ROWS, -1)[:rows]
-        if name in ("q", "index_q"):
-            return found.view(rows, -1, 128)
-        return found[:, 0] if name.endswith("_factor") else found
+        found = view(s, r.memory.scratch, name, self.step.table.shape[1])
+        return found[:, :rows] if name in ("scores", "selected") else found[:rows]

@@ -29,7 +29,6 @@ from rocm_msa.ops.triton_host import Geometry as PageGeometry
 from rocm_msa.ops.triton_host import converts_e4m3, operand_types, scale
 
 MAX_REQUESTS = 1024
-MAX_PAIRS = 32  # (row, head) pairs of a product: more are taken in turns
 # Programs of one warp that a unit holds whatever their registers: 255 * 32 of 65,536 on NVIDIA, a
 # SIMD each on AMD. What they take of LDS or shared memory is for a test to compare.
 PROGRAMS_A_UNIT = {"hip": 4, "cuda": 7}
@@ -162,7 +161,6 @@ def run(
                 ("error", "arrivals", "flags", "keys")}  # fmt: skip
     buffer_at = {name: geometry.buffer[name].offset // WORD for name in
                  ("hello", "queries", "results")}  # fmt: skip
-    pairs = batch.rows_per_request * shard.heads
     call = exchange_kernel[(grid,)] if launch else partial(exchange_kernel.warmup, grid=(grid,))
     made = call(
         q, q.stride(0), q.stride(1), index_cache.pages, index_cache.block_stride,
@@ -179,8 +177,7 @@ def run(
         ARRIVALS_AT=state_at["arrivals"], FLAGS_AT=state_at["flags"], KEYS_AT=state_at["keys"],
         R=triton.next_power_of_2(shard.ranks), K=max(2, triton.next_power_of_2(topk)),
         REQUESTS=max(16, triton.next_power_of_2(batch.requests)),
-        PAIRS=16 if pairs <= 16 else MAX_PAIRS, D=index_q.shape[2], K_SCALES=page.k_scales,
-        KIND=kind, Q=_TYPES[index_q.dtype],
+        D=index_q.shape[2], K_SCALES=page.k_scales, KIND=kind, Q=_TYPES[index_q.dtype],
         QK=_TYPES[index_q.dtype] if kind == HOPPER else operand_types(index_q, index_cache)[0],
         AMD=platform() == "hip", num_warps=1, num_stages=1,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from rocm_msa.ops.triton_common import e4m3_half, page_halves
 
 PHASES = ("push", "wait", "score", "send", "merge")
 TILE = 32  # tokens of a product
+PAIRS = 16  # (row, head) pairs of a product; more are taken in turns: twice as many would spill
 HOPPER = 5
 """KIND of NVFP4 pages with the sums of ops/triton_hopper.py; the others: ops/triton_common.py."""
 
@@ -32,7 +33,7 @@ _NO_START, _NO_QUERIES, _NO_RESULTS, _OTHER_SHAPE = (
     tl.constexpr(int(site)) for site in (Site.START, Site.QUERIES, Site.RESULTS, Site.SHAPE)
 )
 _BUFFERS, _SCRUB = tl.constexpr(BUFFERS), tl.constexpr(SCRUB_WORDS)
-_TILE, _HOPPER = tl.constexpr(TILE), tl.constexpr(HOPPER)
+_TILE, _PAIRS, _HOPPER = tl.constexpr(TILE), tl.constexpr(PAIRS), tl.constexpr(HOPPER)
 
 
 @triton.jit
@@ -193,7 +194,7 @@ def _block_scores(
 def _score(
     end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages, block_stride,
     num_pages, k_scale, max_rows, slots, result_words, HEADS: tl.constexpr, OWN: tl.constexpr,
-    REPLICAS: tl.constexpr, SCORES: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr,
+    REPLICAS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr,
     K_SCALES: tl.constexpr, KIND: tl.constexpr, Q: tl.constexpr, QK: tl.constexpr,
     RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
@@ -212,8 +213,8 @@ def _score(
         start = tl.max(tl.where(upto <= at, upto, 0))
         after = tl.minimum(tl.min(tl.where(upto > at, upto, 2147483647)), stop)
         entries = table + request.to(tl.int64) * table_row
-        for first_pair in range(0, pairs, PAIRS):
-            p = first_pair + tl.arange(0, PAIRS)
+        for first_pair in range(0, pairs, _PAIRS):
+            p = first_pair + tl.arange(0, _PAIRS)
             mine = p < pairs
             head, row = p % HEADS, request * batch[2] + p // HEADS
             owner = head // OWN * REPLICAS
@@ -335,7 +336,6 @@ def exchange_kernel(
     R: tl.constexpr,  # powers of two: >= RANKS,
     K: tl.constexpr,  # >= TOPK,
     REQUESTS: tl.constexpr,  # >= requests
-    PAIRS: tl.constexpr,  # of a product
     D: tl.constexpr,
     K_SCALES: tl.constexpr,
     KIND: tl.constexpr,
@@ -369,7 +369,7 @@ def exchange_kernel(
     ok = _score(
         end, batch, upto, ok, q_at, r_at, keys, table, table_row, table_column, pages,
         block_stride, num_pages, k_scale, max_rows, slots, result_words, HEADS, OWN, REPLICAS,
-        SCORES, PAIRS, D, K_SCALES, KIND, Q, QK, RANKS, R, AMD,
+        SCORES, D, K_SCALES, KIND, Q, QK, RANKS, R, AMD,
     )  # fmt: skip
     _note(times, 3, AMD)
     if SCORES == 0:

@@ -13,6 +13,7 @@ from tests.comm import fake_peers
 from tests.comm.ranks import run_processes, run_threads, thread_groups
 
 CPU = torch.device("cpu")
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +195,7 @@ def _fill_peers(rank, ranks):
     return seen, runtime_live, fake_peers.live()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=slow)])
 def test_processes_write_to_each_other(ranks, tmp_path):
     for outcome in run_processes(_fill_peers, ranks, tmp_path):
         assert outcome == ([[r + 1] * 4 for r in range(ranks)], (1, ranks - 1), (0, 0))
@@ -214,11 +215,14 @@ def _fail_on_one(rank, ranks, call):
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ("ExtMallocWithFlags", "rank 1: HipError: hipExtMallocWithFlags for 2097152 bytes"),
         ("IpcOpenMemHandle", "rank 1: HipError: hipIpcOpenMemHandle for the memory of rank 0"),
-        ("none", "rank 1: layout: expected 0, as rank 0, got 1"),
+        pytest.param(
+            "ExtMallocWithFlags", "rank 1: HipError: hipExtMallocWithFlags for 2097152 bytes",
+            marks=slow,
+        ),
+        pytest.param("none", "rank 1: layout: expected 0, as rank 0, got 1", marks=slow),
     ],
-)
+)  # fmt: skip
 def test_one_process_fails_and_all_raise(call, reason, tmp_path):
     first, second = run_processes(_fail_on_one, 2, tmp_path, call)
     assert first == second
@@ -238,6 +242,7 @@ def _end_early(rank, ranks):
     return "no error"
 
 
+@slow
 def test_a_process_that_ends_is_an_error_of_the_others(tmp_path):
     survivor, killed = run_processes(_end_early, 2, tmp_path)
     assert killed == -signal.SIGKILL

@@ -12,6 +12,7 @@ from dcp.mailbox_layout import Geometry
 from dcp.plan import Batch, Results, choose_results
 from gfx950_emu import Report, Schedule
 from rocm_msa import ops
+from rocm_msa.code_object import kernel_metadata
 from rocm_msa.ops.rows import decode_rows
 from tests.dcp.emulated_ranks import Ranks
 from tests.ops.cases import make_batch, queries
@@ -128,6 +129,9 @@ def exchange(
     group = Ranks(case.geometry(ranks), generation)
     outs = queue(group, case, form=form, grid=grid)
     check(group, case, outs, group.run(schedule))
+    for compiled in group.compiled.values():
+        facts = kernel_metadata(compiled.code_object, compiled.kernel)
+        assert facts[".private_segment_fixed_size"] == facts[".vgpr_spill_count"] == 0, facts
     assert group.generations() == [generation + 1] * ranks
     return group
 

@@ -126,6 +126,24 @@ def block_topk(dtype: str) -> Iterator[Case]:
         )
 
 
+def select_decode(dtype: str) -> Iterator[Case]:
+    for requests, rows, length in ((16, 1, 16384), (8, 4, 16384), (1, 1, 8192 * BLOCK)):
+        stored = min(length, 16384)  # longer contexts: the same pages again
+        _, index = caches(requests * stored // BLOCK, dtype)
+        table, lens = table_of(requests, stored)
+        table, lens = table.repeat(1, length // stored), lens * (length // stored)
+        q = q_of(requests * rows, HEADS.index)
+        blocks = torch.full((q.shape[0],), length // BLOCK, dtype=torch.int32)
+        counters = torch.zeros(requests, dtype=torch.int32)
+        yield (
+            f"{requests} x {rows} rows of {length // 1024}K",
+            size(q, table, lens, index.pages) + q.shape[0] * HEADS.index * TOPK * 4,
+            functools.partial(
+                ops.select_decode, q, index, table, lens, rows, blocks, TOPK, counters=counters
+            ),
+        )
+
+
 def sparse_decode(dtype: str) -> Iterator[Case]:
     for requests, rows in ((128, 1), (32, 4)):
         count = requests * rows
@@ -170,6 +188,7 @@ OPS = (
     index_score_decode,
     index_score_prefill,
     block_topk,
+    select_decode,
     sparse_decode,
     sparse_prefill,
     dense_attention,

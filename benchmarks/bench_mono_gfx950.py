@@ -1,18 +1,19 @@
-"""The mono kernel on gfx950: COUNTED in the emulator, times MODELLED, nothing measured.
+"""The mono kernel on gfx950: bytes COUNTED, times MODELLED, nothing measured.
 
-    python benchmarks/bench_mono_gfx950.py [--rows 1,4,16] [--context 8192] [--layout mxfp4]
+    python benchmarks/bench_mono_gfx950.py [--rows 1,4,16] [--context 8192] [--layout mxfp8]
                                            [--json FILE] [--plot FILE]
-    python benchmarks/bench_mono_gfx950.py --weights        error of weight formats, no kernel
+    python benchmarks/bench_mono_gfx950.py --emulate      also one launch in the emulator a case:
+                                                          minutes, and 1 GB of untouched memory
+    python benchmarks/bench_mono_gfx950.py --weights      error of weight formats, no kernel
 
-One rank's share of MiniMax-M3 at TP 4, 256 workgroups. Counts of a phase are the difference of two
-kernels that stop after it and before it. Its time is the largest of
-    memory     unique 128-byte lines over 8 TB/s
-    unit       the busiest compute unit's part of the bytes that lanes ask for, 64 bytes a cycle
-    issue      the busiest unit's part of the VALU cycles (report.Cost)
-plus HAND_OFF for the meeting of the grid behind it and, where ranks add up, EXCHANGE plus the bytes
-over one fabric link. LATENCY is what a phase takes however little it moves. These three are
-ASSUMED, from public figures of memory latency (0.7 to 0.8 us); nobody has measured them here.
-Compiling takes about 20 s a kernel the first time, ten kernels in all.
+One rank's share of MiniMax-M3 at TP 4 on 256 workgroups. The time of a phase is the largest of
+    memory     the bytes that it must move (mono_kernel/plan.py, weights.py) over 8 TB/s
+    unit       what the lanes of the busiest compute unit ask for, 64 bytes a cycle
+    latency    LATENCY, however little moves
+plus HAND_OFF for the meeting of the grid behind it and, where ranks add up, EXCHANGE and the bytes
+over one fabric link. LATENCY, HAND_OFF and EXCHANGE are ASSUMED, after public figures of memory
+latency (0.7 to 0.8 us); nobody has measured them here. Instructions are left out: --emulate counts
+them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from gfx950_emu.report import LaunchReport
 from mono_kernel import plan
 from mono_kernel.batch import Batch
 from mono_kernel.layer_gfx950 import Build, Memory, arguments
-from mono_kernel.shapes import Formats, Shape
-from mono_kernel.weights import format_errors, weight_layout
+from mono_kernel.shapes import TILE, Formats, Shape
+from mono_kernel.weights import data_bytes, format_errors, scale_bytes, weight_layout
 from rocm_msa.arch import GFX950
 from rocm_msa.cache import IndexCache, MainCache
 from rocm_msa.capacity import MINIMAX_M3
@@ -43,7 +44,6 @@ from tests.mono_kernel.emulated import compiled, packed_arguments
 RANKS, BLOCK = 4, 128
 HAND_OFF, EXCHANGE, LATENCY = 1.5e-6, 1.5e-6, 1.0e-6  # seconds, assumed
 UNIT_BYTES_A_CYCLE = 64
-VALU_CYCLES = 4
 PUBLIC = 43.5  # us a sparse layer at one row, as reported for another engine on MI350X
 LAYOUTS = {
     "mxfp4": Formats("bf16", "mxfp4", "mxfp4"),
@@ -106,87 +106,99 @@ def count(build: Build, rows: int, context: int) -> tuple[LaunchReport, int]:
     return report.launches[0], len(chosen[: rows * build.chosen].unique())
 
 
-def tasks_of(shape: Shape, phase: plan.Phase, rows: int, context: int, experts: int) -> int:
-    if phase.name == "score":
-        return rows * -(-context // (BLOCK * plan.WAVES))
-    if phase.name == "up":
-        return len(list(plan.up_tasks(shape, list(range(experts)))))
-    return phase.count(shape, rows)
+def tile_bytes(kind: str, inputs: int) -> int:
+    """Packed bytes of a tile of 16 outputs."""
+    return data_bytes(kind, TILE, inputs) + scale_bytes(kind, TILE, inputs)
 
 
-def phase_rows(layout: str, rows: int, context: int) -> tuple[list[dict], int]:
-    """(a row of the table a phase, bytes that must be moved)."""
-    shape = shape_of(layout)
-    counted = [
-        count(Build.from_shape(shape, number + 1), rows, context)
-        for number in range(len(plan.PHASES))
-    ]
-    experts = counted[-1][1]
-    found, before = [], None
-    for number, (phase, (one, _)) in enumerate(zip(plan.PHASES, counted, strict=True)):
-        traffic, last = one.traffic, before.traffic if before else None
-        moved = {
-            level: sum(traffic[level].values()) - (sum(last[level].values()) if last else 0)
-            for level in ("hbm", "instructions")
-        }
-        valu = one.pipes["valu"] - (before.pipes["valu"] if before else 0)
-        tasks = tasks_of(shape, phase, rows, context, experts)
-        found.append(model(phase.name, number, shape, rows, tasks, moved, valu))
-        before = one
-    return found, least_bytes(shape, rows, context, experts)
+def phase_bytes(shape: Shape, rows: int, context: int, experts: int) -> dict[str, tuple]:
+    """phase -> (tasks, bytes that memory moves, bytes that the lanes of a task ask for).
 
-
-def model(name, number, shape, rows, tasks, moved, valu) -> dict:
-    """Seconds of a phase, MODELLED, and what bounds it."""
-    units = GFX950.compute_units
-    busy = min(tasks, units)
-    rounds = -(-tasks // units)
-    share = rounds / tasks  # of the phase's work, the busiest unit's
-    parts = {
-        "memory": max(moved["hbm"], 0) / GFX950.hbm_bytes_per_s,
-        "unit": max(moved["instructions"], 0) * share / (UNIT_BYTES_A_CYCLE * GFX950.clock_hz),
-        "issue": valu * share * VALU_CYCLES / (GFX950.simds_per_cu * GFX950.clock_hz),
-        "latency": LATENCY,
-    }
-    seconds = max(parts.values())
-    bound = max(parts, key=parts.get)
-    seconds += HAND_OFF if number < plan.HAND_OFFS else 0.0
-    exchange = 0
-    if name in plan.SITES:
-        exchange = rows * shape.hidden * plan.WORD_BYTES
-        seconds += EXCHANGE + exchange / GFX950.fabric_link_bytes_per_s
+    Weights once; an operand of a row (2 bytes a value) once from memory, and once a task from
+    caches. experts: in use.
+    """
+    s, blocks = shape, -(-context // BLOCK)
+    wide, page, index_page = 2 * s.hidden, BLOCK * 144, BLOCK * 72
+    kept = min(s.topk, blocks)
+    partial = plan.PARTIAL_BYTES + 64
+    qkv, output = (tile_bytes(s.attention_format, n) for n in (s.hidden, s.attended))
+    up = 2 * tile_bytes(s.routed_format, s.hidden)
+    down = tile_bytes(s.routed_format, s.intermediate)
+    shared_up = 2 * tile_bytes(s.shared_format, s.hidden) if s.shared else 0
+    shared_down = tile_bytes(s.shared_format, s.shared) if s.shared else 0
+    tiles = s.hidden // TILE
+    routed, more = experts * s.intermediate // TILE, s.shared // TILE
+    slots = rows * s.kv_heads * s.topk // plan.SLOTS_A_TASK
+    act = 2 * s.widest * rows
+    down_task = experts * down + shared_down + s.slots * act
     return {
-        "phase": name, "tasks": tasks, "busy": busy, "hbm": moved["hbm"],
-        "asked": moved["instructions"], "valu": valu, "exchange": exchange, "bound": bound,
-        "us": seconds * 1e6, "parts": {k: v * 1e6 for k, v in parts.items()},
-    }  # fmt: skip
+        "norm": (rows, 5 * rows * wide, 5 * wide),
+        "project": (s.features // TILE, qkv * (s.features // TILE), qkv + rows * wide),
+        "insert": (-(-rows // 4) * -(-s.heads // 4), 3 * rows * 2 * s.features, 16 * 3 * 256),
+        "score": (rows * -(-blocks // 4), rows * blocks * index_page, 4 * index_page),
+        "attend": (slots, rows * s.kv_heads * kept * page, 4 * (page + partial) + 4 * blocks),
+        "join": (rows, 2 * rows * s.kv_heads * s.topk * partial, s.kv_heads * s.topk * partial),
+        "output": (tiles, output * tiles, output + rows * 2 * s.attended),
+        "route": (rows + s.experts, 4 * s.experts * s.hidden, 2 * wide + rows * wide),
+        "up": (routed + more, routed * up + more * shared_up, max(up, shared_up) + rows * wide),
+        "down": (tiles, tiles * (experts * down + shared_down), down_task),
+    }
 
 
-def least_bytes(shape: Shape, rows: int, context: int, experts: int) -> int:
-    """Weights in use once, index keys, selected pages."""
-    layout = weight_layout(shape)
-    whole = {r.name: r.nbytes for r in layout}
-    weights = sum(whole[n] for n in ("router", "qkv", "output"))
-    weights += sum(n for name, n in whole.items() if name.startswith("shared_"))
-    weights += sum(n for name, n in whole.items() if name.endswith("_scales") and name[0] in "qo")
-    per_expert = sum(whole.get(n, 0) for n in ("up", "up_scales", "down", "down_scales"))
-    weights += per_expert // shape.experts * experts
-    pages = min(shape.topk, -(-context // BLOCK)) * BLOCK * 144 * shape.kv_heads
-    return weights + rows * (context * 72 + pages)
+def phase_rows(layout: str, rows: int, context: int, experts: int) -> tuple[list[dict], int]:
+    """(a row of the table a phase, MODELLED; bytes that must be moved: weights and caches)."""
+    shape, found = shape_of(layout), []
+    counts = phase_bytes(shape, rows, context, experts)
+    for number, name in enumerate(plan.PHASE_NAMES):
+        tasks, moved, asked = counts[name]
+        rounds = -(-tasks // GFX950.compute_units)
+        parts = {
+            "memory": moved / GFX950.hbm_bytes_per_s,
+            "unit": rounds * asked / (UNIT_BYTES_A_CYCLE * GFX950.clock_hz),
+            "latency": LATENCY,
+        }
+        seconds, exchange = max(parts.values()), 0
+        if number < plan.HAND_OFFS:
+            seconds += HAND_OFF
+        if name in plan.SITES:
+            # The batch's rows, and one more in turns.
+            exchange = min(rows + 1, TILE) * shape.hidden * plan.WORD_BYTES
+            seconds += EXCHANGE + exchange / GFX950.fabric_link_bytes_per_s
+        found.append(
+            {
+                "phase": name, "tasks": tasks, "bytes": moved, "asked": asked,
+                "exchange": exchange, "bound": max(parts, key=parts.get), "us": seconds * 1e6,
+                "parts": {k: v * 1e6 for k, v in parts.items()},
+            }
+        )  # fmt: skip
+    streamed = ("project", "score", "attend", "output", "route", "up", "down")
+    return found, sum(counts[name][1] for name in streamed)
 
 
-def show(rows: int, table: list[dict], least: int) -> None:
-    print(f"\n{rows} rows, MODELLED (assumed: hand-off {HAND_OFF * 1e6} us)")
-    print(f"{'phase':9}{'tasks':>7}{'HBM MB':>9}{'asked MB':>10}{'VALU k':>9}{'us':>7}  bound")
+def show(rows: int, experts: int, table: list[dict], least: int) -> None:
+    print(f"\n{rows} rows, {experts} routed experts in use, MODELLED")
+    print(f"{'phase':9}{'tasks':>7}{'MB':>9}{'KB a task':>11}{'us':>8}  bound")
     for r in table:
         print(
-            f"{r['phase']:9}{r['tasks']:7}{r['hbm'] / 1e6:9.2f}{r['asked'] / 1e6:10.2f}"
-            f"{r['valu'] / 1e3:9.1f}{r['us']:7.2f}  {r['bound']}"
+            f"{r['phase']:9}{r['tasks']:7}{r['bytes'] / 1e6:9.2f}{r['asked'] / 1e3:11.1f}"
+            f"{r['us']:8.2f}  {r['bound']}"
         )
     total = sum(r["us"] for r in table)
     floor = least / GFX950.hbm_bytes_per_s * 1e6
-    print(f"{'layer':9}{'':7}{sum(r['hbm'] for r in table) / 1e6:9.2f}{'':19}{total:7.2f}")
-    print(f"least bytes {least / 1e6:.2f} MB: {floor:.2f} us at 8 TB/s; public, one row: {PUBLIC}")
+    fixed = plan.HAND_OFFS * HAND_OFF + len(plan.SITES) * EXCHANGE
+    print(f"{'layer':9}{'':7}{sum(r['bytes'] for r in table) / 1e6:9.2f}{'':11}{total:8.2f}")
+    print(
+        f"{least / 1e6:.2f} MB of weights and caches: {floor:.2f} us at 8 TB/s; hand-offs "
+        f"{fixed * 1e6:.1f} us; reported for another engine, one row: {PUBLIC} us"
+    )
+
+
+def show_counts(build: Build, rows: int, context: int) -> None:
+    """One launch in the emulator, COUNTED."""
+    one, experts = count(build, rows, context)
+    moved = one.traffic["hbm"]
+    print(f"{rows} rows, {experts} experts in use, COUNTED: {dict(one.pipes)}")
+    print(f"memory lines: {moved['read'] / 1e6:.2f} MB read, {moved['written'] / 1e6:.2f} written")
 
 
 def plot(results: dict[int, list[dict]], path: Path) -> None:
@@ -212,6 +224,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="mxfp8")
+    parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--weights", action="store_true", help="error of weight formats only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -222,8 +235,12 @@ def main() -> None:
         return
     results = {}
     for rows in (int(n) for n in options.rows.split(",")):
-        results[rows], least = phase_rows(options.layout, rows, options.context)
-        show(rows, results[rows], least)
+        shape = shape_of(options.layout)
+        experts = round(shape.experts * (1 - (1 - shape.chosen / shape.experts) ** rows))
+        results[rows], least = phase_rows(options.layout, rows, options.context, experts)
+        show(rows, experts, results[rows], least)
+        if options.emulate:
+            show_counts(Build.from_shape(shape), rows, options.context)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if options.plot:

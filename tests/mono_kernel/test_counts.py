@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_mono_gfx950 import LAYOUTS, phase_bytes, shape_of
 from gfx950_emu import Checks, Schedule
 from mono_kernel import plan
 from mono_kernel.layer_gfx950 import Build
@@ -52,3 +53,19 @@ def test_only_weights_in_use_are_touched():
     small += plan.mailbox_layout(shape).nbytes
     for one in report.launches:
         assert 0.9 * used <= one.traffic["hbm"]["read"] <= used + pages + small
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_model_moves_each_byte_of_weights_once(layout):
+    """The benchmark's bytes by phase, with all experts in use and no rows beside."""
+    shape = shape_of(layout)
+    sizes = {r.name: r.nbytes for r in weight_layout(shape)}
+    moved = {name: c[1] for name, c in phase_bytes(shape, 0, 128, shape.experts).items()}
+    for phase, region in (("project", "qkv"), ("output", "output"), ("up", "up"), ("down", "down")):
+        names = (region, f"{region}_scales", f"shared_{region}", f"shared_{region}_scales")
+        assert moved[phase] == sum(sizes.get(name, 0) for name in names), phase
+    assert moved["route"] == sizes["router"]
+    asked = phase_bytes(shape, 1, 8192, 4)
+    for phase in plan.PHASES:
+        if phase.count is not None:
+            assert asked[phase.name][0] == phase.count(shape, 1), phase.name

@@ -16,6 +16,7 @@ from dcp.gloo import GlooExchange
 from tests.dcp.run_gloo import GONE, HEADS, SCENARIOS, batch_of
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(1800)  # reached by a hang alone
 
 
 def run(tmp_path: Path, *wanted: str) -> dict:
@@ -25,7 +26,7 @@ def run(tmp_path: Path, *wanted: str) -> dict:
         env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=1700,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(output.read_text())

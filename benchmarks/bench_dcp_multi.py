@@ -1,6 +1,6 @@
 """The indexer exchange between the GPUs of one host: checked, then timed. One process a GPU.
 
-    python benchmarks/bench_dcp_multi.py [--ranks 2,4] [--quick] [--out DIR]
+    python benchmarks/bench_dcp_multi.py [--ranks 2,4] [--kinds nvfp4,fp8] [--quick] [--out DIR]
     python benchmarks/bench_dcp_multi.py --device cpu        # the checks alone, over gloo
 
 Checks: on every shape each rank's selection is one rank's, bit for bit, also over 1,000 replays of
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="group sizes, by commas")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kinds", default="nvfp4,fp8", help="of index caches, by commas")
     parser.add_argument("--quick", action="store_true", help="few shapes and replays")
     parser.add_argument("--no-times", action="store_true", help="check alone")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
@@ -68,12 +70,13 @@ def _group(ranks: int, options: argparse.Namespace) -> dict:
         try:
             for process in processes:
                 process.start()
-            for process in processes:
-                process.join(PATIENCE_S * 2)
+            _join(processes)
         finally:
             for process in processes:
                 if process.is_alive():
                     process.kill()
+                if process.pid is not None:
+                    process.join()
         codes = [process.exitcode for process in processes]
         path = Path(folder) / "report.json"
         report = json.loads(path.read_text()) if path.exists() else {"ranks": ranks, "faults": []}
@@ -81,6 +84,15 @@ def _group(ranks: int, options: argparse.Namespace) -> dict:
         report["faults"].append(f"{ranks} ranks: the processes ended with {codes}")
         print(report["faults"][-1])
     return report
+
+
+def _join(processes: list) -> None:
+    """Until all have ended, or one has failed: the others would wait for it."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        ended = wait(list(running), PATIENCE_S)
+        if not ended or any(running.pop(one).exitcode for one in ended):
+            return
 
 
 def _rank(rank: int, ranks: int, options: dict, folder: str) -> None:
@@ -102,6 +114,7 @@ def _rank(rank: int, ranks: int, options: dict, folder: str) -> None:
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE_S)
     )
     team = dcp_multi.Team(rank, ranks, device)
+    team.kinds = options["kinds"].split(",")
     report = dcp_multi.run(team, quick=options["quick"], times=not options["no_times"])
     if rank == 0:
         part = Path(folder) / "report.part"

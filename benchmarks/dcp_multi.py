@@ -31,7 +31,6 @@ from dcp.shard import Site
 from rocm_msa.cache import CacheDType, index_page
 from rocm_msa.comm.group import DistributedGroup
 
-KINDS = ("nvfp4", "fp8")
 MAX_ROWS, MAX_BLOCKS = 256, 4096
 LAYERS, REPLAYS = 60, 1000
 TIMED_REPLAYS = 30
@@ -40,12 +39,16 @@ CONTEXTS = (8, 32, 128, 512)  # thousands of tokens
 
 @dataclass
 class Team:
-    """The ranks: `objects` for the host's agreements, the default group for tensors."""
+    """The ranks: `objects` for the host's agreements, the default group for tensors.
+
+    kinds: of index caches that are looked at.
+    """
 
     rank: int
     ranks: int
     device: torch.device
     faults: list[str] = field(default_factory=list)
+    kinds: Sequence[str] = ("nvfp4", "fp8")
 
     def __post_init__(self) -> None:
         self.objects = DistributedGroup(distributed.new_group(backend="gloo"))
@@ -142,7 +145,7 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
 def check_shapes(team: Team, exchange: Exchange, wanted: Sequence[Shape]) -> None:
     """The exchange, and the collectives, against one rank; the same inputs on all ranks."""
     others = CollectiveExchange(None, HEADS)
-    for kind in KINDS:
+    for kind in team.kinds:
         for shape in wanted:
             cache = random_cache(pool(shape, kind), kind, team.device)
             work = make_work(shape, cache)
@@ -271,7 +274,7 @@ def time_shapes(team: Team, exchange: Exchange, quick: bool) -> list[Row]:
     rows = []
     others = CollectiveExchange(None, HEADS)
     own = exchange.shard.own_heads
-    for kind in KINDS:
+    for kind in team.kinds:
         page = index_page(DIM, CacheDType.parse(kind)).page_bytes
         for shape in shapes(team, quick):
             nbytes = shape.pages * page

@@ -44,10 +44,21 @@ def test_the_checks_on_the_cpu(repo_root, tmp_path, ranks):
     assert done.stdout.count("good ") >= 4
 
 
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_run(repo_root, tmp_path):
+    done = bench(
+        repo_root, "--device", "cpu", "--ranks", "2", "--kinds", "int7", "--out", str(tmp_path)
+    )
+    assert done.returncode == 1 and "2 ranks: the processes ended with" in done.stdout
+    report = json.loads((tmp_path / "dcp_multi.json").read_text())
+    assert len(report["groups"][0]["faults"]) == 1
+
+
 class Alone:
     """A team of one rank, in this process."""
 
     rank, ranks, device, on_gpu = 0, 1, torch.device("cpu"), False
+    kinds = ("nvfp4", "fp8")
 
     def __init__(self):
         self.told = {}

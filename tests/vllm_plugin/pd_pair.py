@@ -33,6 +33,7 @@ READ = "vllm:rocm_msa_kv_read"
 FAILED = "vllm:rocm_msa_kv_failed"
 EXPIRED = "vllm:rocm_msa_kv_expired_total"
 USAGE = "vllm:kv_cache_usage_perc"
+START_SECONDS = 1200.0
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -167,5 +168,5 @@ def pair(
         engine_server(path, d_engine, connector, logs / "decode.log", policy),
     ]
     front = proxy_server(PROXY, *servers, logs / "proxy.log") if proxy else None
-    with running([*servers, *([front] if front else [])]):
+    with running([*servers, *([front] if front else [])], timeout=START_SECONDS):
         yield Pair(servers[0], servers[1], front, connector)

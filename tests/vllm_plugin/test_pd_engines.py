@@ -26,6 +26,8 @@ from tests.vllm_plugin.pd_pair import (
 )
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
+# The first test starts the engines: minutes on a machine with other work.
+pytestmark = pytest.mark.timeout(1500)
 
 CHUNK = 1024
 

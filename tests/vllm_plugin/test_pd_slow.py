@@ -35,7 +35,7 @@ from tests.vllm_plugin.pd_pair import (
 )
 
 pytest.importorskip("nixl", reason="NIXL is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PATIENT = {"lease_seconds": 600.0, "control_timeout_seconds": 120.0, "read_timeout_seconds": 600.0}
 DEBUG = PATIENT | {"debug_checks": True}
@@ -174,7 +174,7 @@ def test_faults_of_a_pair(checkpoint, tmp_path):
 
         # Its successor at the same address refuses what it has not promised, and serves its own.
         prefill.start()
-        prefill.wait_healthy(600, lambda *_: None)
+        prefill.wait_healthy(1200, lambda *_: None)
         refused = failures(decode).get("handshake", 0)
         other = prompt_of(700, seed=49)  # not in the decode engine's prefix cache
         old = ids(engines.ask(decode, other, 8, kv_transfer_params=promised))

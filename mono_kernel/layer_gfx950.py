@@ -37,7 +37,8 @@ class Build(Shape):
 
     @property
     def symbol(self) -> str:
-        return f"mono_layer_{self.name}"
+        part = "" if self.phases == len(plan.PHASES) else f"_p{self.phases}"
+        return f"mono_layer_{self.name}{part}"
 
     @property
     def grid(self) -> str:

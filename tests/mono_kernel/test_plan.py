@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from mono_kernel import plan
+from mono_kernel.layer_gfx950 import Build
 from mono_kernel.shapes import MAX_ROWS, Formats, Shape, kv_head_of
 from rocm_msa.arch import GFX950
 from rocm_msa.capacity import MINIMAX_M3
@@ -64,6 +65,8 @@ def test_names_differ_when_a_field_does():
     names = {shape.name, small_shape(2).name, small_shape(formats=Formats("bf16")).name}
     names |= {dataclasses.replace(shape, eps=1e-5).name}
     assert len(names) == 4 and all(name.isidentifier() for name in names)
+    builds = {Build.from_shape(shape).symbol, Build.from_shape(shape, 3).symbol}
+    assert len(builds) == 2 and all(symbol.isidentifier() for symbol in builds)
 
 
 # Tasks

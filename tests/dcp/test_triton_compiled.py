@@ -26,12 +26,11 @@ pytestmark = pytest.mark.slow
 LDS_BYTES = 160 * 1024
 SHARED_BYTES = 228 * 1024
 RESERVED_BYTES = 1024  # of shared memory, by the driver, a program
-CASES = [(kind, rows, form) for kind in ("nvfp4", "fp8", "bf16") for rows in (1, 9)
-         for form in Results]  # fmt: skip
-RANKS, HEADS, REQUESTS = 4, 4, 45
+CASES = [(kind, form) for kind in ("nvfp4", "fp8", "bf16") for form in Results]
+RANKS, HEADS, REQUESTS, ROWS = 4, 4, 45, 4
 
 
-def arguments(kind: str, rows: int, form: Results) -> tuple:
+def arguments(kind: str, form: Results) -> tuple:
     """Of exchange_triton.run, on tensors without memory."""
     blocks = 1641
     geometry = Geometry(RANKS, HEADS, 512, 2048, 16, 64, 2048)
@@ -39,20 +38,20 @@ def arguments(kind: str, rows: int, form: Results) -> tuple:
         torch.zeros(RANKS + 1, dtype=torch.int64, device="meta"),
         torch.zeros(geometry.state.nbytes, dtype=torch.uint8, device="meta"),
     )
-    index_q = torch.zeros(REQUESTS * rows, 1, 128, dtype=torch.bfloat16, device="meta")
+    index_q = torch.zeros(REQUESTS * ROWS, 1, 128, dtype=torch.bfloat16, device="meta")
     cache = IndexCache.allocate(2**20, kind, "meta")
     table = torch.zeros(REQUESTS, blocks, dtype=torch.int32, device="meta")
-    num_blocks = torch.zeros(REQUESTS * rows, dtype=torch.int32, device="meta")
-    out = torch.zeros(1, REQUESTS * rows, 16, dtype=torch.int32, device="meta")
-    batch = Batch(REQUESTS, rows, blocks)
+    num_blocks = torch.zeros(REQUESTS * ROWS, dtype=torch.int32, device="meta")
+    out = torch.zeros(1, REQUESTS * ROWS, 16, dtype=torch.int32, device="meta")
+    batch = Batch(REQUESTS, ROWS, blocks)
     shard = Shard(1, RANKS, HEADS)
     return shard, geometry, memory, index_q, cache, table, num_blocks, batch, 16, 0, 1, out
 
 
-@pytest.mark.parametrize(("kind", "rows", "form"), CASES)
-def test_gfx950_no_scratch_no_spills_and_all_programs_resident(kind, rows, form):
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_gfx950_no_scratch_no_spills_and_all_programs_resident(kind, form):
     with emulated(run=False, large=frozenset(("pages", "state"))) as launches:
-        exchange_triton.run(*arguments(kind, rows, form), results=form, grid=1024)
+        exchange_triton.run(*arguments(kind, form), results=form, grid=1024)
     (launch,) = launches
     facts = kernel_metadata(launch.compiled.code_object, launch.compiled.kernel)
     assert facts[".private_segment_fixed_size"] == 0, facts
@@ -63,8 +62,8 @@ def test_gfx950_no_scratch_no_spills_and_all_programs_resident(kind, rows, form)
     assert a_unit <= 4  # one wave a SIMD, whatever its registers
 
 
-@pytest.mark.parametrize(("kind", "rows", "form"), CASES)
-def test_sm_90_no_spills_and_all_programs_resident(kind, rows, form, monkeypatch):
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_sm_90_no_spills_and_all_programs_resident(kind, form, monkeypatch):
     """Triton's own assembler says what it spilled."""
     captured = {}
 
@@ -76,7 +75,7 @@ def test_sm_90_no_spills_and_all_programs_resident(kind, rows, form, monkeypatch
     monkeypatch.setattr(exchange_triton, "platform", lambda: "cuda")
     monkeypatch.setattr(exchange_triton, "converts_e4m3", lambda tensor: True)
     monkeypatch.setattr(exchange_triton, "on_hopper", lambda *args: kind == "nvfp4")
-    exchange_triton.run(*arguments(kind, rows, form), results=form, grid=924)
+    exchange_triton.run(*arguments(kind, form), results=form, grid=924)
     text, shared = _ptx(captured)
     assert "st.relaxed.sys.global.b64" in text and "ld.volatile.global" in text
     assert "%globaltimer" in text

@@ -1,7 +1,8 @@
 """Check an installed rocm-msa without a GPU: every module imports, no compiler is needed, kernels
 are whole.
 
-Options: --no-vllm leaves the plugin out, --kernels N asks for at least N compiled kernels.
+Options: --without PACKAGE accepts modules that need a package which is not installed, --kernels N
+asks for at least N compiled kernels.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def serves(module: str) -> bool:
     return module.startswith(serving) or last in HOST_FILES or last.endswith("_gfx950")
 
 
-def module_names(skip: tuple[str, ...]) -> list[str]:
+def module_names() -> list[str]:
     names = []
     for package in filter(importlib.util.find_spec, PACKAGES):
         path = importlib.import_module(package).__path__
         names += [info.name for info in pkgutil.walk_packages(path, f"{package}.")]
-    return [name for name in names if not name.startswith(skip)]
+    return names
 
 
-def import_all(names: list[str]) -> int:
+def import_all(names: list[str], without: tuple[str, ...] = ()) -> int:
     """Import without the compiler, whether it is installed or not; how many did."""
     sys.modules[COMPILER] = None  # an import of it fails
     done = 0
@@ -41,19 +42,19 @@ def import_all(names: list[str]) -> int:
             importlib.import_module(name)
             done += 1
         except ImportError as error:
-            needs_compiler = (error.name or "").partition(".")[0] == COMPILER
-            if not needs_compiler or serves(name):
+            lacking = (error.name or "").partition(".")[0]
+            if lacking not in without and (lacking != COMPILER or serves(name)):
                 sys.exit(f"{name} does not import: {error}")
     return done
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--without", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--kernels", type=int, default=1)
     options = parser.parse_args()
-    done = import_all(module_names(("rocm_msa.vllm_plugin",) if options.no_vllm else ("-",)))
-    if not options.no_vllm:
+    done = import_all(module_names(), tuple(options.without))
+    if "vllm" not in options.without:
         importlib.import_module("rocm_msa.vllm_plugin").register()
     launcher = importlib.import_module("rocm_msa.launcher")
     try:

@@ -1,8 +1,8 @@
 """Drop a release fence of the mono kernel, or clear its scope bit: it is noticed.
 
 Noticed: a finding of the emulator, an error word, or another result. The acquire fences are left
-out: without one a launch still reads what was written, since it begins with empty caches, each
-region is written once, and no line of it is loaded before the meeting that follows.
+out: the emulator's caches are empty when a launch begins and fetch nothing on a store, and no
+region is loaded before the meeting that follows its stores, so that nothing stale is there to read.
 """
 
 from __future__ import annotations

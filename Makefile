@@ -10,7 +10,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-gpu lint format demo demo-pd serve bench clean
+.PHONY: help env test test-slow test-gpu lint format demo demo-pd serve bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: env ## the benchmarks that run on this machine
 	@set -e; for bench in benchmarks/bench_*.py; do \
 		if [ -e "$$bench" ]; then $(ONE_THREAD) $(BIN)/python "$$bench" $(ARGS); \
 		else echo "no benchmarks yet"; fi; done
+
+docs: env ## build the documentation site into build/site, all links checked
+	@$(BIN)/mkdocs build --strict
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .venv.lock build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -67,7 +67,7 @@ def inputs(build: Build, rows: int, context: int) -> list:
     layout = weight_layout(build)
     weights = torch.from_numpy(np.zeros(layout.nbytes, np.uint8))
     router = weights[layout["router"].offset : layout["router"].end].view(torch.float32)
-    router.normal_(generator=generator)
+    router.normal_(std=build.hidden**-0.5, generator=generator)
     main = MainCache.allocate(rows * blocks, build.kv_heads, "nvfp4")
     index = IndexCache.allocate(rows * blocks, "nvfp4")
     for cache in (main, index):

@@ -1,6 +1,7 @@
 """Sum over ranks of a tile of outputs, inside the launch: value and tag in one word of a mailbox.
 
-Each rank sends its part to every peer and adds all parts in rank order: the same bits everywhere.
+Each rank sends its part to all ranks, itself too, and adds all parts in rank order: the same bits
+everywhere.
 Sent are the batch's rows and, in turns, one other: no word of a mailbox is older than 16 launches,
 so that its tag cannot come again.
 """
@@ -39,24 +40,21 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
         run = box.at(at + first)
         return [run.at(r * WAVE * mailbox.WORD) for r in range(_OUTPUTS)]
 
-    for other in range(1, s.tp):
-        peer = (end.rank + other) % s.tp
+    for other in range(s.tp):
+        peer = (end.rank + 1 + other) % s.tp
         _send(end, sent, places(mailbox.mailbox_of(end, peer), end.rank), values)
     own = global_address(end.own)
-    wanted, peers, found = [], [], []
+    peers, found = [], []
     for sender in range(s.tp):
         found += places(own, fx.Int32(sender))
-        wanted += [live & (end.rank != sender)] * _OUTPUTS
         peers += [fx.Int32(sender)] * _OUTPUTS
+    wanted = [live] * len(found)
     words, _ = mailbox.collect(end, found, wanted, peers, sum_site(name), TIMES)
-    totals = None
-    for sender in range(s.tp):
-        mine = end.rank == sender
-        part = [
-            mine.select(value, word.bitcast(fx.Float32))
-            for value, word in zip(values, words[_OUTPUTS * sender :][:_OUTPUTS], strict=True)
-        ]
-        totals = part if totals is None else [t + p for t, p in zip(totals, part, strict=True)]
+    parts = [word.bitcast(fx.Float32) for word in words]
+    totals = parts[:_OUTPUTS]
+    for sender in range(1, s.tp):
+        part = parts[_OUTPUTS * sender :][:_OUTPUTS]
+        totals = [t + p for t, p in zip(totals, part, strict=True)]
     return totals
 
 

@@ -34,7 +34,7 @@ def test_resident():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_resident_at_real_widths(tp):
     check_resident(Build.from_shape(Shape.of(MINIMAX_M3, tp, Formats("mxfp8", "nvfp4", "mxfp8"))))
 

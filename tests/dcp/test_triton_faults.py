@@ -164,7 +164,7 @@ PROTECTIONS = {
 
 @pytest.mark.parametrize("protection", PROTECTIONS)
 def test_a_missing_protection_is_found(protection):
-    for seed in range(8):
+    for seed in range(200):  # the rarest shows in every fifth; where buffers lie decides too
         group, outs = start(grid=4)
         assert mutated(group, PROTECTIONS[protection]) > 0
         report = group.run(Schedule("random", seed, (1, 3000)))
@@ -174,4 +174,4 @@ def test_a_missing_protection_is_found(protection):
         )
         if report.findings or any(group.errors()) or not right:
             return
-    pytest.fail(f"{protection}: not missed in 8 schedules")
+    pytest.fail(f"{protection}: not missed in 200 schedules")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dcp.plan import Batch
 from dcp.shard import Shard, Site
-from rocm_msa.errors import check_int, check_output, check_tensor, expect
+from rocm_msa.errors import check_output, check_tensor, expect
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,7 @@ def check_select(
     import torch
 
     from rocm_msa.ops.attention_checks import check_index_query
+    from rocm_msa.ops.block_topk.api import check_kept
     from rocm_msa.ops.dispatch import on_host
     from rocm_msa.ops.rows import check_decode_rows, check_paging, decode_rows
 
@@ -141,11 +142,7 @@ def check_select(
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(expect(f"num_blocks[{row}]", int(wanted[row]), int(num_blocks[row])))
-    check_int("local_blocks", local_blocks, 1)
-    check_int("init_blocks", init_blocks, 0)
-    check_int("topk", topk, 1)
-    if topk < init_blocks + local_blocks:
-        raise ValueError(expect("topk", f">= {init_blocks + local_blocks} kept blocks", topk))
+    check_kept(topk, init_blocks, local_blocks)
     if out is not None:
         check_output(out, [heads, rows, topk], torch.int32, index_q.device)
     return Batch(requests, rows_per_request, block_table.shape[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp.mailbox_layout import MAX_WORKGROUPS, Geometry, digest
+from dcp.mailbox_layout import MAX_WORKGROUPS, Geometry, launch_digest
 from dcp.plan import Batch, Results, choose_results
 from dcp.shard import Shard
 from rocm_msa import launcher
@@ -126,16 +126,6 @@ def workgroups(requests: int, slots: int) -> int:
     return max(1, min(most, -(-blocks // host.SCORE_WAVES)))
 
 
-def launch_digest(batch: Batch, build: Build, init_blocks: int, local_blocks: int, layer: int):
-    """What all ranks of a launch must have in common, as the hello's payload starts out."""
-    forms = [form.value for form in Results]
-    number = digest(
-        batch.requests, batch.rows_per_request, batch.max_blocks, build.topk, init_blocks,
-        local_blocks, layer, forms.index(build.results), build.ranks, build.heads,
-    )  # fmt: skip
-    return number - (1 << 32) if number >> 31 else number
-
-
 def run(
     shard: Shard,
     geometry: Geometry,
@@ -179,7 +169,9 @@ def run(
         [index_q, *host.byte_strides(index_q)[:2], *host.score_cache(index_cache), table, factor,
          block_table, block_table.stride(0), num_blocks,
          batch.requests, batch.rows_per_request, batch.max_blocks, init_blocks, local_blocks,
-         launch_digest(batch, build, init_blocks, local_blocks, layer),
+         launch_digest(
+             batch, shard, topk, init_blocks, local_blocks, layer, Results(build.results)
+         ),
          addresses, shard.rank, state, patience_ms, geometry.rows, geometry.slots,
          geometry.result_words, geometry.scrub_chunks, grid, out],
         index_q.device,
@@ -189,6 +181,6 @@ def run(
 
 def compile_build(build: Build):
     """rocm_msa.flydsl_compile.Compiled of one kernel."""
-    from dcp.exchange_kernel import compile_kernel
+    from dcp import exchange_kernel
 
-    return compile_kernel(build)
+    return exchange_kernel.compile_build(build)

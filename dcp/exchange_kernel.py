@@ -24,7 +24,7 @@ from rocm_msa.device import mailbox
 from rocm_msa.device.memory import global_address, global_bytes, lds_regions
 from rocm_msa.device.nvfp4 import TABLE_BYTES, copy_table
 from rocm_msa.device.wave import WAVE, Scalars
-from rocm_msa.flydsl_compile import Compiled, compile_flydsl
+from rocm_msa.flydsl_compile import Compiled, compile_kernel
 from rocm_msa.ops.flydsl_index_score import Keys
 
 
@@ -66,7 +66,7 @@ def _begin(a, launch):
         scrub(a, launch)
 
 
-def compile_kernel(build: Build) -> Compiled:
+def compile_build(build: Build) -> Compiled:
     shared = {
         "build": build,
         "shard": Shard(0, build.ranks, build.heads),
@@ -119,29 +119,4 @@ def compile_kernel(build: Build) -> Compiled:
         )  # fmt: skip
         _phases(a, cache)
 
-    @flyc.jit
-    def launch(
-        index_q: fx.Pointer, q_row: fx.Int32, q_head: fx.Int32, pages: fx.Pointer,
-        block_stride: fx.Int64, num_pages: fx.Int32, table: fx.Pointer, factor: fx.Float32,
-        block_table: fx.Pointer, table_row: fx.Int32, num_blocks: fx.Pointer, requests: fx.Int32,
-        rows_per_request: fx.Int32, max_blocks: fx.Int32, init_blocks: fx.Int32,
-        local_blocks: fx.Int32, digest: fx.Int32, addresses: fx.Pointer, rank: fx.Int32,
-        state: fx.Pointer, patience: fx.Int32, max_rows: fx.Int32, slots: fx.Int32,
-        result_words: fx.Int32, chunks: fx.Int32, workgroups: fx.Int32, out: fx.Pointer,
-    ):  # fmt: skip
-        kernel(
-            index_q, q_row, q_head, pages, block_stride, num_pages, table, factor, block_table,
-            table_row, num_blocks, requests, rows_per_request, max_blocks, init_blocks,
-            local_blocks, digest, addresses, rank, state, patience, max_rows, slots, result_words,
-            chunks, workgroups, out,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))  # fmt: skip
-
-    def null(dtype, align: int = 4):
-        return flyc.from_c_void_p(dtype, None, assumed_align=align)
-
-    words, page = null(fx.Int32), null(fx.Uint32, 16)
-    return compile_flydsl(
-        launch, page, 1, 1, page, fx.Int64(1), 1, page, 1.0, words, 1, words, 1, 1, 1, 1, 1, 1,
-        null(fx.Int64, 8), 1, page, 1, 1, 1, 1, 1, 1, words,
-        hints={"waves_per_eu": 2}, line_info=False,
-    )  # fmt: skip
+    return compile_kernel(kernel, THREADS, pointers={"out": fx.Int32}, hints={"waves_per_eu": 2})

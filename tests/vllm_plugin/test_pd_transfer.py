@@ -201,40 +201,6 @@ def test_a_waiting_request_keeps_its_lease_by_renewal():
         assert source.leases.take_released().expired == {"a"}
 
 
-def test_the_end_of_a_lease_is_remembered():
-    clock = Clock()
-    leases = LeaseTable(10.0, clock)
-    for request in "abcd":
-        leases.hold(request)
-    assert leases.cancel("a") and leases.commit("b", "d1", 0, 1) and leases.commit("c", "d1", 0, 2)
-    assert leases.fate("a") == "cancelled by its reader"
-    clock.advance(12)
-    leases.take_released()
-    clock.advance(3)
-    assert leases.fate("a") == "cancelled by its reader, freed 3.0 s ago"
-    assert leases.fate("b") == "read by engine d1, freed 3.0 s ago"
-    assert leases.fate("c") == "not read by every rank in time, freed 3.0 s ago"
-    assert leases.fate("d") == "not renewed in time, freed 3.0 s ago"
-    assert leases.fate("e") == "never held here, or long ago"
-
-
-def test_duplicate_commits_and_two_readers():
-    """Released after the expected number of distinct commits, once (public case C38)."""
-    leases = LeaseTable(30.0)
-    leases.hold("a")
-    assert leases.commit("a", "one", 0, 2) and leases.commit("a", "one", 0, 2)
-    assert not leases.take_released().all
-    assert leases.commit("a", "two", 1, 2)
-    assert not leases.take_released().all
-    assert leases.commit("a", "one", 1, 2)
-    # The other engine had not committed everything: it may have read what was freed.
-    assert not leases.commit("a", "two", 0, 2)
-    assert leases.take_released().done == {"a"}
-    assert not leases.commit("a", "one", 1, 2)
-    assert not leases.take_released().all
-    assert leases.unknown_messages == 2
-
-
 def test_a_commit_comes_again_when_its_answer_is_lost():
     """Same answer for the same read, also after the release; not for another read."""
     leases = LeaseTable(30.0)

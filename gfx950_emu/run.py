@@ -43,6 +43,7 @@ class _Schedule(ctypes.Structure):
             (n, ctypes.c_uint64)
             for n in ("seed", "qmin", "qmax", "max_instructions", "spin_rounds")
         ),
+        ("outside_s", ctypes.c_double),
     ]
 
 
@@ -190,6 +191,7 @@ class Run:
             *s.quantum,
             s.max_instructions,
             s.spin_rounds,
+            s.outside_s,
         )
         handle = self.c.emu_create(ctypes.byref(device), ctypes.byref(schedule), int(m.checks))
         try:

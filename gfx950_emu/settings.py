@@ -47,12 +47,15 @@ class Schedule:
     starve: tuple[int | None, int | None, int | None] = (None, None, None)
     max_instructions: int = 2_000_000_000
     spin_rounds: int = 20_000  # polling instructions a wave before nobody makes progress
+    outside_s: float = 0.0  # real seconds without progress that other processes are waited for
 
     KINDS = ("round_robin", "random", "priority", "starve")
 
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
             raise ValueError(f"schedule {self.kind!r}: expected one of {self.KINDS}")
+        if self.outside_s < 0:
+            raise ValueError(f"schedule outside_s: expected >= 0, got {self.outside_s}")
 
 
 @dataclass(frozen=True)

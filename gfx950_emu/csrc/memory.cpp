@@ -69,7 +69,7 @@ void apply(Machine& m, const DeferredStore& s) {
     int l = __builtin_ctzll(x);
     u8* to = reinterpret_cast<u8*>(s.addr[l]);
     changed |= memcmp(to, data + l * s.bytes, s.bytes) != 0;
-    memcpy(to, data + l * s.bytes, s.bytes);
+    copy_memory(to, data + l * s.bytes, s.bytes);
   }
   if (changed) m.progress++;
   scope_write(m, s.who, s.addr, s.lanes, s.bytes);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cfenv>
+#include <thread>
 
 namespace emu {
 
@@ -43,7 +44,7 @@ u64 Scheduler::run(Wave& w, u64 n) {
   }
   w.executed += done, w.spun += spun;
   w.launch->c.spin += spun, w.launch->c.executed += done;
-  if (spun < done) since_useful = 0, doublings = 0;
+  if (spun < done) since_useful = 0, doublings = 0, idle = false;
   else since_useful += done;
   if (spun) m.clock += 64;
   return done;
@@ -175,9 +176,25 @@ void Scheduler::after(Wave& w, size_t k, u64 n, u64 spun_before, u64 progress_be
   else release_barrier(g);
 }
 
+// Other processes write in real time: a little later, what is polled for may be there. False when
+// they had long enough.
+bool Scheduler::wait_outside() {
+  constexpr u64 kLooks = 64;  // instructions a wave before it rests
+  constexpr std::chrono::microseconds kRest{200};
+  if (m.schedule.outside_s <= 0 || since_useful <= kLooks * ready.size()) return false;
+  if (unheard() < ready.size()) return false;
+  auto now = std::chrono::steady_clock::now();
+  if (!idle) idle = true, idle_since = now;
+  if (std::chrono::duration<double>(now - idle_since).count() >= m.schedule.outside_s) return false;
+  std::this_thread::sleep_for(kRest);
+  since_useful = 0;
+  return true;
+}
+
 // All ready waves have only polled for long: the clock jumps ahead for those that read it,
 // otherwise nothing will ever change.
 bool Scheduler::only_polling(size_t& forced, int& status) {
+  if (wait_outside()) return false;
   if (since_useful <= m.schedule.spin_rounds * std::max<size_t>(ready.size(), 1)) return false;
   forced = unheard();
   if (forced < ready.size()) return false;

@@ -1,5 +1,7 @@
 // The scheduler: what is resident, what is ready, what is frozen or lost.
 #pragma once
+#include <chrono>
+
 #include "vmem.h"
 
 namespace emu {
@@ -27,6 +29,8 @@ struct Scheduler {
   u64 progressed = 0;    // quantum of it
   u64 fast_forward = 24000;
   int doublings = 0;
+  bool idle = false;  // since `idle_since` nothing but polling ran
+  std::chrono::steady_clock::time_point idle_since;
   explicit Scheduler(Machine& machine) : m(machine) {}
 
   // dispatch.cpp
@@ -57,6 +61,7 @@ struct Scheduler {
   void stuck();
   bool nothing_ready(int& status);
   void after(Wave&, size_t k, u64 n, u64 spun_before, u64 progress_before);
+  bool wait_outside();
   bool only_polling(size_t& forced, int& status);
   int loop();
 };

@@ -262,6 +262,7 @@ struct DeviceModel {  // mirrors settings.py
 struct ScheduleDesc {  // mirrors run.py
   u32 kind, starve_rank, starve_workgroup, starve_wave;
   u64 seed, quantum_min, quantum_max, max_instructions, spin_rounds;
+  double outside_s;
 };
 
 struct Rng {  // splitmix64

@@ -73,10 +73,11 @@ void load_lanes(Wave& w, const Inst& i, const Address& r, u64 lanes, u32 bytes, 
   w.launch->c.global_read_bytes += (u64)bytes * __builtin_popcountll(lanes);
   if (form == DF_DWORDS) {
     u32 n = bytes / 4;
+    alignas(8) u32 words[4];
     for (u64 x = lanes; x; x &= x - 1) {
       int l = __builtin_ctzll(x);
-      const u8* p = reinterpret_cast<const u8*>(r.a[l]);
-      for (u32 k = 0; k < n; k++) memcpy(&w.reg(reg + k)[l], p + 4 * k, 4);
+      copy_memory(words, reinterpret_cast<const u8*>(r.a[l]), bytes);
+      for (u32 k = 0; k < n; k++) w.reg(reg + k)[l] = words[k];
     }
     return;
   }

@@ -16,6 +16,19 @@ constexpr u32 kAtomicAccess = 1u << 31;
 void mark_lds(Wave& w, const u32* addr, u64 lanes, u32 bytes, bool write, u32 pc_index,
               u64 same = 0);
 
+// To or from global memory. Aligned 64-bit words are never torn, also where another process that
+// shares the memory looks on.
+inline void copy_memory(void* to, const void* from, u32 bytes) {
+  if (bytes % 8 || (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 8) {
+    memcpy(to, from, bytes);
+    return;
+  }
+  for (u32 k = 0; k < bytes / 8; k++)
+    __atomic_store_n(static_cast<u64*>(to) + k,
+                     __atomic_load_n(static_cast<const u64*>(from) + k, __ATOMIC_RELAXED),
+                     __ATOMIC_RELAXED);
+}
+
 // How a load or store treats its data.
 enum Form : u32 {
   DF_DWORDS,      // bytes / 4 registers

@@ -8,8 +8,7 @@ Every wait ends, at the latest after `timeout_s`, with the name of the peer; the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NoReturn
 
@@ -21,6 +20,7 @@ from dcp.api import DcpError, check_select
 from dcp.plan import Results, choose_results
 from dcp.shard import Shard, Site
 from rocm_msa.cache.paged import IndexCache
+from rocm_msa.comm.messages import PeerFault, swap
 from rocm_msa.errors import expect
 from rocm_msa.ops.attention_checks import QUERY_DTYPES
 
@@ -159,30 +159,13 @@ class GlooExchange:
         self, to: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], site: Site
     ) -> None:
         """Send `to[peer]` and receive `into[peer]`, all at once; nothing that is empty."""
-        pending = []
-        for receive, tensors in ((True, into), (False, to)):
-            for peer, tensor in tensors.items():
-                if tensor.numel():
-                    with self._naming(peer, site):
-                        pending.append((peer, self._start(receive, peer, tensor)))
-        for peer, work in pending:
-            with self._naming(peer, site):
-                work.wait(self.timeout)
-
-    def _start(self, receive: bool, peer: int, tensor: torch.Tensor) -> dist.Work:
-        data = tensor.view(torch.uint8)
-        if receive:
-            return dist.irecv(data, group=self.group, group_src=peer)
-        return dist.isend(data, group=self.group, group_dst=peer)
-
-    @contextmanager
-    def _naming(self, peer: int, site: Site) -> Iterator[None]:
-        """Turn what torch.distributed raises into the error that names the peer."""
         try:
-            yield
-        except RuntimeError as error:
-            self._fail(peer, site, str(error), cause=error)
+            swap(self.group, to, into, self.timeout)
+        except PeerFault as fault:
+            self._fail(fault.peer, site, str(fault), cause=fault.__cause__)
 
-    def _fail(self, peer: int, site: Site, detail: str, cause: Exception | None = None) -> NoReturn:
+    def _fail(
+        self, peer: int, site: Site, detail: str, cause: BaseException | None = None
+    ) -> NoReturn:
         self._error = DcpError(self.shard.rank, peer, site, self.generation, detail)
         raise self._error from cause

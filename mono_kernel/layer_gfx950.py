@@ -81,24 +81,16 @@ def arguments(
     import torch
 
     main, index = caches
-    rows, requests = batch.rows, batch.seq_lens.shape[0]
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(expect("rows", f"1..{MAX_ROWS}", rows))
     max_blocks = batch.block_table.shape[1]
-    for name in ("hidden", "residual", "hidden_out", "residual_out"):
-        _check(name, locals()[name], [rows, build.hidden], torch.bfloat16)
-    for name in ("positions", "main_slots", "index_slots"):
-        _check(name, getattr(batch, name), [rows], torch.int64)
-    _check("block_table", batch.block_table, [requests, "max_blocks"], torch.int32)
-    _check("seq_lens", batch.seq_lens, [requests], torch.int32)
-    _check("cos_sin", batch.cos_sin, ["positions", build.rotary_dim], torch.float32)
+    check_call(
+        build, caches, batch, max_blocks,
+        hidden=hidden, residual=residual, hidden_out=hidden_out, residual_out=residual_out,
+    )  # fmt: skip
     _check("weights", weights, [weight_layout(build).nbytes], torch.uint8)
     scratch = plan.scratch_layout(build, max_blocks).nbytes
     if memory.scratch.numel() < scratch:
         raise ValueError(expect("scratch", f">= {scratch} bytes", memory.scratch.numel()))
     plan.check_workgroups(memory.workgroups, plan.MAX_WORKGROUPS)
-    _check_cache("main_cache", main, build.kv_heads, ("k", "v"))
-    _check_cache("index_cache", index, 1, ("k",))
     k_factor, v_factor, table = scales_and_table(main, hidden.device)
     index_factor, index_table = keys_of(index)
     return [
@@ -110,10 +102,47 @@ def arguments(
         float(index.scales["k"]), index_factor, index_table,
         lut_table(LUT_FOLD, hidden.device),
         batch.block_table, max_blocks, batch.seq_lens,
-        batch.positions, batch.main_slots, batch.index_slots, requests, batch.rows_per_request,
+        batch.positions, batch.main_slots, batch.index_slots,
+        batch.seq_lens.shape[0], batch.rows_per_request,
         batch.cos_sin, batch.cos_sin.shape[0],
         memory.addresses, memory.state, memory.rank, memory.patience, memory.workgroups,
     ]  # fmt: skip
+
+
+def check_call(
+    shape: Shape,
+    caches: tuple[MainCache, IndexCache],
+    batch: Batch,
+    max_blocks: int,
+    **rows: torch.Tensor,
+) -> None:
+    """Check what changes from launch to launch; reads no values.
+
+    Args:
+        caches: NVFP4. max_blocks: most blocks of a request in the batch's table.
+        rows: by name, bf16 [rows, hidden], contiguous.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument that does not fit, by name.
+    """
+    import torch
+
+    count, requests = batch.rows, batch.seq_lens.shape[0]
+    if not 1 <= count <= MAX_ROWS:
+        raise ValueError(expect("rows", f"1..{MAX_ROWS}", count))
+    for name, tensor in rows.items():
+        _check(name, tensor, [count, shape.hidden], torch.bfloat16)
+    for name in ("positions", "main_slots", "index_slots"):
+        _check(name, getattr(batch, name), [count], torch.int64)
+    _check("block_table", batch.block_table, [requests, "max_blocks"], torch.int32)
+    if batch.block_table.shape[1] > max_blocks:
+        got = batch.block_table.shape[1]
+        raise ValueError(expect("block_table.shape[1]", f"<= {max_blocks}", got))
+    _check("seq_lens", batch.seq_lens, [requests], torch.int32)
+    _check("cos_sin", batch.cos_sin, ["positions", shape.rotary_dim], torch.float32)
+    main, index = caches
+    _check_cache("main_cache", main, shape.kv_heads, ("k", "v"))
+    _check_cache("index_cache", index, 1, ("k",))
 
 
 def _check(name: str, x: torch.Tensor, shape: Sequence, dtype) -> None:

@@ -44,24 +44,39 @@ def layer(
     Args:
         hidden, residual: bf16 [rows, hidden], the same on all ranks.
     """
-    found: list[Regions] = []
-    for weights, pair in zip(ranks, caches, strict=True):
-        r: Regions = norm(weights, hidden, residual)
-        r |= project(weights, r)
-        r |= insert(weights, r, batch, pair)
-        r |= score(r, batch, pair[1])
-        r |= attend(weights.shape, r, batch, pair[0])
-        r |= join(weights, r)
-        found.append(r)
+    found = [
+        attention(weights, batch, pair, hidden, residual)
+        for weights, pair in zip(ranks, caches, strict=True)
+    ]
     total = in_rank_order([output_part(w, r) for w, r in zip(ranks, found, strict=True)])
-    for weights, r in zip(ranks, found, strict=True):
-        r["residual_out"] = add(r["stream"], total)
-        r |= route(weights, r)
-        r |= up(weights, r)
+    found = [experts(w, r, total) for w, r in zip(ranks, found, strict=True)]
     total = in_rank_order([down_part(w, r) for w, r in zip(ranks, found, strict=True)])
     for r in found:
         r["hidden_out"] = total.to(BF16)
     return found
+
+
+def attention(
+    weights: LayerWeights,
+    batch: Batch,
+    caches: Caches,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+) -> Regions:
+    """A rank's regions before the sum over ranks in `output`."""
+    r: Regions = norm(weights, hidden, residual)
+    r |= project(weights, r)
+    r |= insert(weights, r, batch, caches)
+    r |= score(r, batch, caches[1])
+    r |= attend(weights.shape, r, batch, caches[0])
+    return r | join(weights, r)
+
+
+def experts(weights: LayerWeights, r: Regions, total: torch.Tensor) -> Regions:
+    """A rank's regions before the sum over ranks in `down`. total: fp32, of all `output_part`."""
+    r = r | {"residual_out": add(r["stream"], total)}
+    r |= route(weights, r)
+    return r | up(weights, r)
 
 
 def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mono_kernel import plan
 from mono_kernel.batch import Batch
-from mono_kernel.shapes import HEAD_DIM, MAX_ROWS, Shape
+from mono_kernel.shapes import HEAD_DIM, MAX_ROWS, Formats, Shape
 from mono_kernel.weights import LUT_FOLD, weight_layout
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.errors import check_tensor, expect
@@ -21,6 +21,7 @@ from rocm_msa.ops.flydsl_host import keys_of, lut_table
 if TYPE_CHECKING:
     import torch
 
+    from rocm_msa.aot import ServingConfig
     from rocm_msa.cache.paged import IndexCache, MainCache
     from rocm_msa.flydsl_compile import Compiled
 
@@ -161,6 +162,17 @@ def _check_cache(name: str, cache, heads: int, sides: tuple[str, ...]) -> None:
         raise NotImplementedError(expect(f"{name} (dtype, heads, head_dim, sides)", wanted, got))
     if cache.block_stride % 16 or cache.pages.data_ptr() % 16:
         raise NotImplementedError(expect(f"{name}.block_stride", "a multiple of 16", "another"))
+
+
+def builds(config: ServingConfig) -> list[Build]:
+    """The one kernel of a configuration that serves the layer: it takes any number of rows up to
+    MAX_ROWS. Raises ConfigError for a layer that it cannot serve."""
+    nvfp4 = CacheDType.NVFP4
+    served = (config.main_dtype, config.index_dtype, config.dtype) == (nvfp4, nvfp4, "bf16")
+    if config.model is None or config.weight_formats is None or not served:
+        return []
+    shape = Shape.of(config.model, config.ranks, Formats(*config.weight_formats))
+    return [Build.from_shape(shape)]
 
 
 def compile_build(build: Build) -> Compiled:

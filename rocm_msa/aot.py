@@ -7,7 +7,8 @@ them. What was compiled before from the same sources, parameters and compiler is
 in the user's cache folder. Needs FlyDSL and a linker (flydsl_compile.py), no GPU.
 
 An op takes part with a module `rocm_msa/ops/<op>/flydsl_gfx950.py`, listed in MODULES, that holds
-what the protocol `OpModule` says. Importing such a module imports no FlyDSL.
+what the protocol `OpModule` says; what launches by itself, as the mono layer does, has `builds` and
+`compile_build` alone. Importing such a module imports no FlyDSL.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from rocm_msa.kernel_sources import newer_sources, source_digest
 
 MODULES: tuple[str, ...] = (
     "dcp.exchange_gfx950",
+    "mono_kernel.layer_gfx950",
     "rocm_msa.ops.block_topk.flydsl_gfx950",
     "rocm_msa.ops.index_score_decode.flydsl_gfx950",
     "rocm_msa.ops.index_score_prefill.flydsl_gfx950",
@@ -101,6 +103,8 @@ class ServingConfig:
     dtype: of activations, bf16, fp16 or fp32. has_dense_layers: layers without an index branch.
     rope_dtype: of the cos_sin table. ranks: of the tensor-parallel group; group_index_heads: the
     index heads of all of them.
+    model: whole. weight_formats: how its attention, routed and shared experts are stored
+    (mono_kernel/checkpoint_formats.py); with these two the mono layer is served too.
     """
 
     q_heads: int
@@ -118,6 +122,8 @@ class ServingConfig:
     rope_dtype: str = "fp32"
     ranks: int = 1
     group_index_heads: int = 0
+    model: ModelConfig | None = None
+    weight_formats: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("q_heads", "kv_heads", "index_heads", "head_dim", "rotary_dim", "topk"):
@@ -137,6 +143,7 @@ class ServingConfig:
         main_dtype: CacheDType | str = CacheDType.NVFP4,
         index_dtype: CacheDType | str = CacheDType.NVFP4,
         dtype: str = "bf16",
+        weight_formats: tuple[str, str, str] | None = None,
     ) -> ServingConfig:
         """A rank's share of a model. Raises ConfigError for heads that do not divide."""
         rank = model.shard(tp)
@@ -155,6 +162,8 @@ class ServingConfig:
             model.num_dense_layers > 0,
             ranks=tp,
             group_index_heads=model.index_heads,
+            model=model,
+            weight_formats=weight_formats,
         )
 
 

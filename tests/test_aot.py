@@ -14,10 +14,12 @@ from rocm_msa.aot import ServingConfig, builds, compile_builds
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.capacity import MINIMAX_M3
 from rocm_msa.code_object import kernel_metadata
+from rocm_msa.errors import ConfigError
 from tests.launcher import toy
 
 TOY = (toy.__name__,)
 CONFIG = ServingConfig.of(MINIMAX_M3, tp=4)
+LAYERS = ("mono_kernel.layer_gfx950",)  # launched by themselves, not as an op
 
 
 @pytest.fixture
@@ -56,13 +58,27 @@ def test_every_op_keeps_to_the_protocol():
             assert isinstance(build.grid, str) and hash(build) == hash(dataclasses.replace(build))
     for name in aot.MODULES:
         module = aot.importlib.import_module(name)
-        assert all(callable(getattr(module, f)) for f in ("needs", "run", "compile_build"))
+        calls = ("compile_build",) if name in LAYERS else ("needs", "run", "compile_build")
+        assert all(callable(getattr(module, f)) for f in calls)
+
+
+def test_the_mono_layer_is_one_kernel_where_it_is_asked_for():
+    def found(tp=4, caches="nvfp4", dtype="bf16", formats=("mxfp8", "nvfp4", "mxfp8")):
+        config = ServingConfig.of(MINIMAX_M3, tp, caches, "nvfp4", dtype, formats)
+        return builds(config, modules=LAYERS)
+
+    (build,) = found()
+    assert (build.tp, build.experts, build.intermediate, build.shared) == (4, 128, 768, 768)
+    assert (build.attention_format, build.routed_format) == ("mxfp8", "nvfp4")
+    assert found(formats=None) == found(caches="fp8") == found(dtype="fp16") == []
+    with pytest.raises(ConfigError, match="routed_format: expected one of"):
+        found(formats=("bf16", "bf16", "bf16"))
 
 
 def test_every_op_with_kernels_is_in_the_table():
     files = (Path(rocm_msa.__file__).parent / "ops").glob("*/flydsl_gfx950.py")
     ops = {f"rocm_msa.ops.{f.parent.name}.flydsl_gfx950" for f in files}
-    assert ops | {"dcp.exchange_gfx950"} == set(aot.MODULES)
+    assert ops | {"dcp.exchange_gfx950", *LAYERS} == set(aot.MODULES)
 
 
 def test_the_folder_holds_what_the_manifest_says(own_cache, tmp_path):

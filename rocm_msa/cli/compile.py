@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from rocm_msa.arch import GFX950
 from rocm_msa.cli.console import fail, out, table, user_errors
+from rocm_msa.errors import expect
 
 
 @user_errors
@@ -32,6 +34,13 @@ def compile_kernels(
         list[str] | None, typer.Option(help="Index cache: the same names.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Activations: bf16, fp16 or fp32.")] = "bf16",
+    mono: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The mono layer too, for weights stored as a checkpoint layout has them: mxfp8, "
+            "mxfp4 or nvfp4; config: as --model says. May be given again."
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(help="Compiles at once.", min=1)] = 2,
     cache: Annotated[
         bool, typer.Option(help="Reuse what the same sources and parameters gave before.")
@@ -45,12 +54,15 @@ def compile_kernels(
 
     geometry = MINIMAX_M3 if model is None else ModelConfig.from_json(model)
     configs = [
-        ServingConfig.of(geometry, ranks, main, index, dtype)
+        ServingConfig.of(geometry, ranks, main, index, dtype, formats)
         for ranks in tp or [4]
         for main in kv_cache_dtype or ["nvfp4"]
         for index in indexer_kv_dtype or ["nvfp4"]
+        for formats in _weight_formats(mono or [], geometry, model)
     ]
     wanted = builds(*configs)
+    if mono and not any(build.symbol.startswith("mono_") for build in wanted):
+        raise fail("--mono: the layer takes nvfp4 caches, both, and bf16 activations")
     directory = output or PACKAGE_DIRECTORY
     try:
         summary = compile_builds(wanted, directory, arch=arch, processes=processes, use_cache=cache)
@@ -67,3 +79,22 @@ def compile_kernels(
         markup=False,
         soft_wrap=True,
     )
+
+
+def _weight_formats(mono: list[str], geometry, model: Path | None) -> list:
+    """How weights are stored, for each --mono; None stands for no mono layer."""
+    if not mono:
+        return [None]
+    from mono_kernel.checkpoint_formats import LAYOUTS, formats_of_config
+
+    found = []
+    for name in mono:
+        if name == "config" and model is not None:
+            path = model / "config.json" if model.is_dir() else model
+            formats = formats_of_config(json.loads(path.read_text()), geometry)
+        elif name in LAYOUTS:
+            formats = LAYOUTS[name]
+        else:
+            raise fail(expect("--mono", f"one of {sorted(LAYOUTS)}, or config with --model", name))
+        found.append((formats.attention, formats.routed, formats.shared))
+    return found

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rocm_msa import aot, flydsl_compile
+from rocm_msa.checkpoint.make import make_checkpoint
 from rocm_msa.cli import app
 from rocm_msa.kernel_manifest import read
 from tests.launcher import toy
@@ -40,6 +41,8 @@ def test_compile(tmp_path):
         (["--kv-cache-dtype", "int4"], "cache dtype: expected one of"),
         (["--dtype", "int8"], "dtype: expected one of"),
         (["--model", "/nowhere"], "no file /nowhere"),
+        (["--mono", "config"], "--mono: expected one of ['mxfp4', 'mxfp8', 'nvfp4'], or config"),
+        (["--mono", "mxfp4", "--kv-cache-dtype", "fp8"], "--mono: the layer takes nvfp4 caches"),
     ],
 )
 def test_bad_input(tmp_path, arguments, words):
@@ -72,3 +75,23 @@ def test_the_manifest_is_plain_json(tmp_path):
     invoke("-o", tmp_path)
     data = json.loads((tmp_path / "manifest.json").read_text())
     assert data["kernels"][0]["build"] == {"offset": 16, "twice": False}
+
+
+def test_the_mono_layer_is_compiled_for_each_way_to_store_weights(tmp_path, monkeypatch):
+    """By a layout's name, or as the checkpoint's config says; compiling itself is left out."""
+    wanted = []
+
+    def compile_builds(builds, directory, **options):
+        wanted.extend(builds)
+        return aot.Summary(directory, len(builds), 0, 0, 0.0)
+
+    monkeypatch.setattr(aot, "compile_builds", compile_builds)
+    only_mono = {"modules": ("mono_kernel.layer_gfx950",)}
+    monkeypatch.setattr(aot.builds, "__kwdefaults__", only_mono)
+    make_checkpoint(tmp_path / "model", layout="nvfp4")
+    given = ["--model", tmp_path / "model", "--tp", 1, "--mono", "config", "--mono", "mxfp8"]
+    result = invoke("-o", tmp_path / "out", *given)
+    assert result.exit_code == 0, result.output
+    assert [b.routed_format for b in wanted] == ["nvfp4", "mxfp8"]
+    assert {(b.hidden, b.experts, b.attention_format) for b in wanted} == {(256, 8, "mxfp8")}
+    assert "2 kernels" in " ".join(result.output.split())

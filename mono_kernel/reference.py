@@ -218,17 +218,21 @@ def up(weights: LayerWeights, r: Regions) -> Regions:
     chosen, chosen_weights = choose(s, r["logits"], weights.vectors["bias"])
     x = value(r["post"], r["post_factor"])
     active = torch.zeros(x.shape[0], s.slots, 2, s.widest).to(E4M3)
-    for row in range(x.shape[0]):
-        for slot, (gate, up_, _) in enumerate(slot_experts(weights, chosen[row])):
-            terms = swiglu(s, product(x[row, None], gate), product(x[row, None], up_))
-            active[row, slot, :, : gate.outputs] = terms[0]
+    for rows, slots, (gate, up_, _), _ in experts_of(weights, chosen, chosen_weights):
+        terms = swiglu(s, product(x[rows], gate), product(x[rows], up_))
+        active[rows, slots, :, : gate.outputs] = terms
     return {"active": active, "chosen": chosen, "chosen_weights": chosen_weights}
 
 
-def slot_experts(weights: LayerWeights, chosen: torch.Tensor) -> list[tuple]:
-    """The experts of a row in the order of its slots."""
-    found = [weights.experts[e] for e in chosen.tolist()]
-    return [*found, weights.shared] if weights.shared else found
+def experts_of(weights: LayerWeights, chosen: torch.Tensor, shares: torch.Tensor):
+    """(rows, their slots, the expert's linears, fp32 [rows, 1] shares) of each expert in use, by
+    rising id, the shared one last."""
+    s, everyone = weights.shape, torch.arange(chosen.shape[0])
+    for expert in chosen.unique().tolist():
+        rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        yield rows, slots, weights.experts[expert], shares[rows, slots, None]
+    if weights.shared:
+        yield everyone, torch.full_like(everyone, s.chosen), weights.shared, torch.ones(1, 1)
 
 
 def swiglu(s: Shape, gate: torch.Tensor, up_: torch.Tensor) -> torch.Tensor:
@@ -240,20 +244,12 @@ def swiglu(s: Shape, gate: torch.Tensor, up_: torch.Tensor) -> torch.Tensor:
 
 def down_part(weights: LayerWeights, r: Regions) -> torch.Tensor:
     """This rank's fp32 [rows, hidden]: the experts of a row by rising id, the shared one last."""
-    s, rows = weights.shape, r["active"].shape[0]
+    s = weights.shape
     undo = 2.0**-s.active_exponent
-    total = torch.zeros(rows, s.hidden)
-    for row in range(rows):
-        slots = list(enumerate(r["chosen"][row].tolist()))
-        slots.sort(key=lambda slot: slot[1])
-        if weights.shared:
-            slots.append((s.chosen, s.experts))
-        for slot, expert in slots:
-            shared = expert == s.experts
-            linear = weights.shared[2] if shared else weights.experts[expert][2]
-            x = value(r["active"][row, slot]) * undo
-            share = 1.0 if shared else float(r["chosen_weights"][row, slot])
-            total[row] += product(x[None, : linear.inputs], linear)[0] * share
+    total = torch.zeros(r["active"].shape[0], s.hidden)
+    for rows, slots, (_, _, down), share in experts_of(weights, r["chosen"], r["chosen_weights"]):
+        x = value(r["active"][rows, slots]) * undo
+        total[rows] += product(x[:, : down.inputs], down) * share
     return total
 
 

@@ -85,7 +85,7 @@ class Group:
                 torch.tensor(addresses), rank, PATIENCE, self.workgroups,
             )  # fmt: skip
             outs = [torch.full((rows, shape.hidden), float("nan")).bfloat16() for _ in range(2)]
-            packed = step.weights[rank].packed()
+            packed = step.packed(rank)
             self.ranks.append(Rank(memory, boxes[rank], *outs, packed, caches))
         self.boxes = boxes
 

@@ -34,10 +34,10 @@ def write(directory: Path, layout: str, seed: int = 0, **changes) -> None:
 
 
 @functools.cache
-def checkpoint(layout: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def checkpoint(layout: str, seed: int = 0) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """(config, every tensor of a layer) of a checkpoint with one sparse layer."""
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder) / "model", layout)
+        write(Path(folder) / "model", layout, seed)
         found = open_checkpoint(Path(folder) / "model")
         tensors = {n: t.clone() for n, t in found if n.startswith(PREFIX)}
         return ModelConfig.from_json(Path(folder) / "model"), tensors
@@ -49,5 +49,6 @@ def shape_of(layout: str, tp: int = 1) -> Shape:
 
 
 @functools.cache
-def layer_weights(layout: str, tp: int = 1, rank: int = 0) -> weights.LayerWeights:
-    return reading.read_layer(shape_of(layout, tp), rank, checkpoint(layout)[1], PREFIX)
+def layer_weights(layout: str, tp: int = 1, rank: int = 0, layer: int = 0) -> weights.LayerWeights:
+    """Of one of several layers of the same shape."""
+    return reading.read_layer(shape_of(layout, tp), rank, checkpoint(layout, layer)[1], PREFIX)

@@ -9,9 +9,9 @@ import torch
 from mono_kernel import reference
 from mono_kernel.batch import Batch
 from mono_kernel.shapes import kv_head_of
+from mono_kernel.weights import LayerWeights
 from rocm_msa.cache import IndexCache, MainCache
 from rocm_msa.testing.reference_parts import rope_frequencies
-from tests.mono_kernel.cases import HIDDEN, KV_HEADS
 from tests.mono_kernel.layers import layer_weights
 from tests.ops.cases import empty_cache, int32, random_values, slots_of
 
@@ -24,23 +24,32 @@ class Step:
     """Requests of `lens` tokens, the last `rows_per_request` of them this step's rows.
 
     What lies in the caches before is random (`_history`) or given (`fill`, `next`). Memory of
-    nobody is poison. A length of 0 is a padded request. room: tokens that may follow.
+    nobody is poison. A length of 0 is a padded request. room: tokens that may follow. layer: has
+    weights and a history of its own, and the same pages.
     """
 
     def __init__(
-        self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0, room: int = 0
-    ):
+        self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0, room: int = 0,
+        layer: int = 0,
+    ):  # fmt: skip
         self.layout, self.tp, self.lens, self.per = layout, tp, list(lens), rows_per_request
-        self.seed, self.room = seed, room
-        self.weights = [layer_weights(layout, tp, rank) for rank in range(tp)]
+        self.seed, self.room, self.layer = seed, room, layer
+        self.weights = [self._weights(rank) for rank in range(tp)]
         self.shape = self.weights[0].shape
         rows = len(self.lens) * self.per
-        self.hidden = random_values(seed + 1, rows, HIDDEN, scale=0.5).bfloat16()
-        self.residual = random_values(seed + 2, rows, HIDDEN).bfloat16()
+        self.hidden = random_values(seed + 1, rows, self.shape.hidden, scale=0.5).bfloat16()
+        self.residual = random_values(seed + 2, rows, self.shape.hidden).bfloat16()
         self.table, self.pages = self._table(seed)
         self.batch = self._batch()
         self.caches = [self._caches() for _ in range(tp)]
         self._history()
+
+    def _weights(self, rank: int) -> LayerWeights:
+        return layer_weights(self.layout, self.tp, rank, self.layer)
+
+    def packed(self, rank: int) -> torch.Tensor:
+        """A rank's weights as the kernel takes them."""
+        return self.weights[rank].packed()
 
     def _table(self, seed: int) -> tuple[torch.Tensor, int]:
         blocks = [-(-(n + self.room) // BLOCK) if n else 0 for n in self.lens]
@@ -74,18 +83,17 @@ class Step:
         return main, empty_cache(IndexCache, self.pages, "nvfp4", 1, DIM, 16)
 
     def _history(self) -> None:
+        heads = self.shape.whole_kv_heads
         for request, n in enumerate(self.lens):
-            old = max(n - self.per, 0)
+            old, seed = max(n - self.per, 0), self.seed + 10 * request + 500 * self.layer
             if old:
-                k, v = (
-                    random_values(self.seed + 10 * request + i, old, KV_HEADS, DIM) for i in (3, 4)
-                )
-                self._write(request, k, v, random_values(self.seed + 10 * request + 5, old, DIM))
+                k, v = (random_values(seed + i, old, heads, DIM) for i in (3, 4))
+                self._write(request, k, v, random_values(seed + 5, old, DIM))
 
     def _write(self, request: int, k, v, index_k) -> None:
         slots = slots_of(self.table[request], k.shape[0])
         for rank, (main, index) in enumerate(self.caches):
-            heads = kv_head_of(rank, self.tp, KV_HEADS)
+            heads = kv_head_of(rank, self.tp, self.shape.whole_kv_heads)
             mine = slice(heads.start, heads.stop)
             main.write(k[:, mine], v[:, mine], slots)
             index.write(index_k, slots)
@@ -101,7 +109,7 @@ class Step:
         found.batch = found._batch()
         found.caches = caches
         rows = self.batch.rows
-        made = (random_values(found.seed + i, rows, HIDDEN).bfloat16() for i in (1, 2))
+        made = (random_values(found.seed + i, rows, self.shape.hidden).bfloat16() for i in (1, 2))
         found.hidden, found.residual = (
             new if given is None else given
             for new, given in zip(made, (hidden, residual), strict=True)
@@ -116,7 +124,7 @@ class Step:
     def prompt(self, request: int) -> torch.Tensor:
         """Hidden states of a request's tokens before this step."""
         count = max(self.lens[request] - self.per, 0)
-        return random_values(self.seed + 77, count, HIDDEN).bfloat16()
+        return random_values(self.seed + 77, count, self.shape.hidden).bfloat16()
 
     def copies(self, caches=None) -> list[reference.Caches]:
         """Copies of `caches`, by default as they are before the step."""

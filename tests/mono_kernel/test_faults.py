@@ -11,7 +11,7 @@ from gfx950_emu import Fault, Schedule
 from mono_kernel import plan
 from mono_kernel.faults import MonoError, decode, meeting_site, site_name, sum_site
 from tests.mono_kernel import regions
-from tests.mono_kernel.emulated import PATIENCE, RANDOM, Group, compiled
+from tests.mono_kernel.emulated import PATIENCE, RANDOM, Group
 from tests.mono_kernel.steps import Step
 
 RANKS = 4
@@ -46,39 +46,6 @@ def test_steps_in_a_row_over_block_and_list_edges():
         group.run()
         regions.check(group)
         group.next()
-
-
-@pytest.mark.slow
-def test_two_layers_in_one_recorded_list_and_its_replay():
-    """The second layer takes the first one's outputs; a replay of the list gives the same bits."""
-    group = group_of()
-    machine = group.machine(RANDOM)
-    first = [(r.hidden_out, r.residual_out) for r in group.ranks]
-    caches = group.step.copies()
-    second = group_of()
-    second.ranks, second.boxes, second.status = group.ranks, group.boxes, group.status
-    for rank, r in enumerate(second.ranks):
-        outs = [torch.full_like(x, float("nan")) for x in first[rank]]
-        (r.hidden_out, r.residual_out), r.caches = outs, caches[rank]
-    second.step = second.step.next(
-        second.step.copies(caches), hidden=first[0][0], residual=first[0][1]
-    )
-    second.step.lens, second.step.batch = group.step.lens, group.step.batch
-    second.inputs = first  # each rank its own, which are the same
-    entry, code = compiled(group.build)
-    for rank in range(RANKS):
-        second.queue(machine, rank, entry, code)
-    machine.run().raise_for_findings()
-    assert second.errors() == [None] * RANKS
-    regions.check(second)
-    kept = [r.hidden_out.clone() for r in second.ranks]
-    for _ in range(3):
-        for r in second.ranks:
-            r.hidden_out.fill_(float("nan"))
-        machine.run().raise_for_findings()
-        for r, before in zip(second.ranks, kept, strict=True):
-            assert torch.equal(r.hidden_out, before)
-            assert int(r.memory.state[:8].view(torch.int64)) > 2
 
 
 @pytest.mark.slow

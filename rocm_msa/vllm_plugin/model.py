@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.platforms import current_platform
 
-from rocm_msa.vllm_plugin import decode_cp, kernels
+from rocm_msa.vllm_plugin import cpu_runner, decode_cp, kernels
 from rocm_msa.vllm_plugin.attention import MsaAttention
 from rocm_msa.vllm_plugin.loading import load_text_weights
 from rocm_msa.vllm_plugin.moe import ExpertMapping, Mlp, Moe, expert_mapping
@@ -104,6 +104,8 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
 
     def __init__(self, *, vllm_config, prefix: str = "") -> None:
         super().__init__()
+        if current_platform.is_cpu():
+            cpu_runner.keep_seeded_draws()
         self.serving = resolve(vllm_config)
         kernels.start(self.serving, vllm_config.model_config.dtype)
         self.config = vllm_config.model_config.hf_text_config

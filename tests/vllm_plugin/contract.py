@@ -36,6 +36,10 @@ SIGNATURES = {
         "AttentionBackend.is_sparse": ["cls"],
         "AttentionBackend.supported_kv_cache_layouts": ["cls"],
     },
+    "vllm/v1/worker/gpu_model_runner.py": {
+        "GPUModelRunner._sample": ["self", "logits"],
+        "GPUModelRunner._bookkeeping_sync": ["self", "scheduler_output", "sampler_output"],
+    },
     "vllm/v1/attention/backends/utils.py": {
         "split_decodes_and_prefills": [
             "common_attn_metadata",
@@ -224,6 +228,10 @@ FIELDS = {
         "KVQuantMode": ["NONE", "NVFP4", "FP8_PER_TENSOR"],
     },
     "vllm/v1/kv_cache_layout.py": {"KVCacheLayout": ["BLHNC"]},
+    "vllm/v1/worker/gpu_model_runner.py": {
+        "GPUModelRunner": ["input_batch", "discard_request_mask"],
+    },
+    "vllm/v1/worker/gpu_input_batch.py": {"InputBatch": ["generators", "num_reqs"]},
     "vllm/v1/attention/backend.py": {
         "CommonAttentionMetadata": [
             "query_start_loc",

@@ -227,28 +227,31 @@ def check_late_rank(team: Team, exchange: Exchange) -> None:
 
 
 def check_missing_rank(team: Team) -> None:
-    """Rank 1 never launches: START, peer 1, on all others, in bounded time."""
+    """Rank 1 does not launch: START, peer 1, on all others, in bounded time; then it hears of it."""
     exchange = team.exchange(patience_ms=300)
     work = make_work(
         uniform(8, 1, 32 * 1024), random_cache(2048, "nvfp4", team.device)
     )  # fmt: skip
     q, fault = work.queries(exchange.shard), None
     prepared(team, exchange, work, q)
+    if team.rank == 1:
+        team.barrier()
+    began = time.monotonic()
+    ids = select(exchange, work, q)
+    torch.cuda.synchronize()
+    took = time.monotonic() - began
     if team.rank != 1:
-        began = time.monotonic()
-        ids = select(exchange, work, q)
-        torch.cuda.synchronize()
-        took = time.monotonic() - began
-        try:
-            exchange.check()
-            fault = "no error"
-        except DcpError as error:
-            if (error.peer, error.site, error.generation) != (1, Site.START, 1):
-                fault = str(error)
-            elif not (ids == -1).all():
-                fault = "ids of a launch that failed"
-            elif took > 10:
-                fault = f"the error took {took:.1f} s"
+        team.barrier()
+    try:
+        exchange.check()
+        fault = "no error"
+    except DcpError as error:
+        if (error.peer, error.site, error.generation) != (1, Site.START, 1):
+            fault = str(error)
+        elif not (ids == -1).all():
+            fault = "ids of a launch that failed"
+        elif took > 10:
+            fault = f"the error took {took:.1f} s"
     team.agree("a rank that never launches", fault)
     exchange.close()
 

@@ -52,7 +52,10 @@ class Streams:
         grid = exchange_triton.programs(device()) // ranks
         how = {"patience_ms": 10_000, "grid": grid, "backend": "triton"} | how
 
+        self.groups = {}
+
         def make(group):
+            self.groups[group.rank] = group
             return PeerExchange(
                 group, HEADS, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS, device=device(), **how
             )
@@ -65,8 +68,10 @@ class Streams:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, failed, *exc) -> None:
         torch.cuda.synchronize()
+        if failed:  # ends may disagree on whether to wait for each other
+            self.groups[0].leave()
         run_threads(lambda group: self.ends[group.rank].close(), len(self.ends))
 
     def on(self, rank: int):
@@ -171,6 +176,7 @@ def test_graphs_of_sixty_layers_replayed(ranks):
 
 
 def one_launch(group: Streams, ranks_that_launch):
+    """(work, queries, outs) of a launch by these ranks; rank 1's is a second late."""
     work = make_work(uniform(4, 2, 20_000), random_cache(700, "nvfp4", device()))
     queries = [work.queries(end.shard) for end in group.ends]
     outs = [q.new_full((q.shape[1], q.shape[0], TOPK), 7, dtype=torch.int32) for q in queries]
@@ -183,12 +189,12 @@ def one_launch(group: Streams, ranks_that_launch):
                 torch.cuda._sleep(int(1.5e9))  # cycles: about a second
             group.ends[rank].select(queries[rank], *work.paging(), TOPK, out=outs[rank])
     torch.cuda.synchronize()
-    return work, outs
+    return work, queries, outs
 
 
 def test_a_rank_that_comes_late_is_awaited():
     with Streams(2) as group:
-        work, outs = one_launch(group, (0, 1))
+        work, _, outs = one_launch(group, (0, 1))
         group.check()
         for end, out in zip(group.ends, outs, strict=True):
             assert torch.equal(out, select_alone(work, end.shard.own_heads))
@@ -196,9 +202,10 @@ def test_a_rank_that_comes_late_is_awaited():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_never_launches_is_named(ranks):
+    """By all others; should it launch after all, it hears of it."""
     with Streams(ranks, patience_ms=200) as group:
         there = [rank for rank in range(ranks) if rank != 1]
-        _, outs = one_launch(group, there)
+        work, queries, outs = one_launch(group, there)
         for rank in there:
             with pytest.raises(DcpError) as caught:
                 group.ends[rank].check()
@@ -206,6 +213,12 @@ def test_a_rank_that_never_launches_is_named(ranks):
             assert (error.peer, error.site, error.generation) == (1, Site.START, 1)
             assert error.rank in there
             assert (outs[rank] == -1).all()
+        group.ends[1].select(queries[1], *work.paging(), TOPK, out=outs[1])
+        torch.cuda.synchronize()
+        with pytest.raises(DcpError) as caught:
+            group.ends[1].check()
+        assert (caught.value.peer, caught.value.site) == (1, Site.START)
+        assert (outs[1] == -1).all()
 
 
 def test_a_rank_that_left_a_launch_out_is_found():
@@ -273,7 +286,7 @@ def test_processes_over_ipc(ranks, tmp_path):
 
 
 def _one_is_missing(rank: int, ranks: int):
-    """Rank 1 never launches; what the other one is told, and after how many seconds."""
+    """Rank 1 launches when the other one has given up; what each is told."""
     place, grid = _process_device(rank, ranks)
     group = DistributedGroup()
     end = PeerExchange(
@@ -284,21 +297,21 @@ def _one_is_missing(rank: int, ranks: int):
     q = work.queries(end.shard)
     end.prepare(q, *work.paging(), TOPK)
     group.all_gather_object(None)
-    told = None
+    if rank == 1:
+        group.all_gather_object(None)
+    began = time.monotonic()
+    end.select(q, *work.paging(), TOPK)
+    torch.cuda.synchronize()
+    with pytest.raises(DcpError) as caught:
+        end.check()
+    assert time.monotonic() - began < 60
     if rank == 0:
-        began = time.monotonic()
-        end.select(q, *work.paging(), TOPK)
-        torch.cuda.synchronize()
-        try:
-            end.check()
-        except DcpError as error:
-            told = error.rank, error.peer, int(error.site), error.generation
-        assert time.monotonic() - began < 60
-    group.all_gather_object(None)
+        group.all_gather_object(None)
     end.close()
-    return told
+    error = caught.value
+    return error.rank, error.peer, int(error.site), error.generation
 
 
 def test_a_process_that_never_launches_is_named(tmp_path):
-    first, second = run_processes(_one_is_missing, 2, tmp_path)
-    assert first == (0, 1, int(Site.START), 1) and second is None
+    told = run_processes(_one_is_missing, 2, tmp_path)
+    assert told == [(0, 1, int(Site.START), 1)] * 2

@@ -154,6 +154,8 @@ def _portable(q, cache, g, lists, qk_scale, part, part_ml, units, sharing, t, co
         **constants, "GROUP_PAD": pad, "K_DATA": g.k_data, "D": g.head_dim, "KIND": kind,
         "QK": qk, "PV": pv, "TILE": t.tile, "STAGES": t.stages,
         "SLOTS": slots,
+        # A product that is fused in one cut of the tree and stored in another has other bits.
+        "enable_fp_fusion": False,
     }  # fmt: skip
     if torch.version.hip is not None:  # the same matrix instruction for one row and for a tile
         constants["matrix_instr_nonkdim"] = 16

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rocm_msa.arch import GFX950
 from rocm_msa.errors import expect
@@ -43,6 +43,25 @@ _POINTER = "ptr"
 
 class MissingKernel(RuntimeError):
     """No compiled kernel for these build parameters."""
+
+
+class Runtime(Protocol):
+    """The calls that load and launch a code object; hip.Hip makes HIP's."""
+
+    def load_module(self, data: bytes, subject: str) -> int: ...
+
+    def get_function(self, module: int, symbol: str, subject: str) -> int: ...
+
+    def launch(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        lds: int,
+        stream: int,
+        kernarg: bytes,
+        subject: str,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class Launcher:
         device: torch.device,
         *,
         arch: str = GFX950.name,
-        hip: Hip | None = None,
+        hip: Runtime | None = None,
     ) -> None:
         self.directory, self.device = Path(directory), device
         checked = check(self.directory, arch)
@@ -260,6 +279,7 @@ def _stream(device: torch.device) -> int:
 # The process's launchers, one a device.
 
 _active: dict[str, Launcher] = {}
+_offered: dict[str, Launcher] = {}
 _faults: dict[str, str] = {}
 
 
@@ -324,6 +344,16 @@ def using(loaded: Launcher) -> Iterator[None]:
             del _active[key]
         else:
             _active[key] = before
+
+
+def offer(name: str, loaded: Launcher) -> None:
+    """Keep a launcher for those who ask for it by name; the device's own stays what it is."""
+    _offered[name] = loaded
+
+
+def offered(name: str) -> Launcher | None:
+    """What was offered under a name."""
+    return _offered.get(name)
 
 
 def _indexed(device: torch.device) -> torch.device:

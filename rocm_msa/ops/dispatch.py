@@ -6,10 +6,13 @@ flydsl      compiled ahead of time, on gfx950: where launcher.py has kernels for
             these, the ones that this call needs
 triton      GPU tensors (CUDA and ROCm alike); CPU tensors only when asked for, in its interpreter
 reference   everything
+emulated    never chosen, only asked for: flydsl's kernels on CPU tensors, in the emulator that the
+            process has started (rocm_msa/emulated); the reference of an op without such kernels
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -29,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("flydsl", "triton", "reference")
 """In order of preference."""
+EMULATED = "emulated"
+CHOICES = (*BACKENDS, EMULATED)
+"""What `backend` may name."""
 
 taken: Counter[tuple[str, str]] = Counter()
 """Calls by (op, backend) in this process."""
@@ -61,8 +67,10 @@ def choose(
     implementations = {n: f for n, f in implementations.items() if getattr(f, "exists", True)}
     if backend is None:
         return _first(op, implementations, device)
-    if backend not in BACKENDS:
-        raise ValueError(expect("backend", f"None or one of {BACKENDS}", repr(backend)))
+    if backend not in CHOICES:
+        raise ValueError(expect("backend", f"None or one of {CHOICES}", repr(backend)))
+    if backend == EMULATED:
+        return _emulated(op, implementations, device)
     if backend not in implementations:
         raise NotImplementedError(
             expect(f"{op} backend", f"one of {tuple(implementations)}", repr(backend))
@@ -128,13 +136,53 @@ def fused(
 
     args: of `run`, as far as its `needs` looks at them.
     """
-    if backend not in (None, "flydsl") or _fault("flydsl", device) is not None:
+    if backend == EMULATED:
+        around = functools.partial(launcher.using, _emulator(op, device))
+    elif backend in (None, "flydsl") and _fault("flydsl", device) is None:
+        around = contextlib.nullcontext
+    else:
         return None
-    builds, fault = run.serves(device, args, {})
+    with around():
+        builds, fault = run.serves(device, args, {})
     if fault is not None:
         return None
-    _note(op, "flydsl", "one launch")
-    return functools.partial(run, builds=builds)
+    _note(op, backend or "flydsl", "one launch")
+    return functools.partial(_under, around, run, builds=builds)
+
+
+def _emulated(
+    op: str, implementations: Mapping[str, Callable[..., Any]], device: torch.device | None
+) -> Callable[..., Any]:
+    """The compiled kernels in the emulator, or the reference of an op that has none."""
+    loaded = _emulator(op, device)
+    if "flydsl" not in implementations:
+        _note(op, "reference", "emulated: the op has no FlyDSL kernels")
+        return implementations["reference"]
+    _note(op, EMULATED, "asked for")
+    around = functools.partial(launcher.using, loaded)
+    return functools.partial(_under, around, implementations["flydsl"])
+
+
+def _emulator(op: str, device: torch.device | None) -> launcher.Launcher:
+    loaded = launcher.offered(EMULATED)
+    if loaded is None:
+        fault = "no emulator was started in this process (rocm_msa.emulated.start)"
+    elif device is not None and device != loaded.device:
+        fault = f"tensors on {device}"
+    else:
+        return loaded
+    raise NotImplementedError(expect(f"{op} backend {EMULATED!r}", "one that can run here", fault))
+
+
+def _under(
+    around: Callable[[], contextlib.AbstractContextManager],
+    run: Callable[..., Any],
+    /,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    with around():
+        return run(*args, **options)
 
 
 def _note(op: str, name: str, reason: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from rocm_msa.ops import block_topk, index_score_decode
 from rocm_msa.ops.index_score_decode import flydsl_gfx950 as score_module
 from rocm_msa.ops.rows import decode_rows
 from tests.dcp.emulated_ranks import Ranks
-from tests.launcher.emulated import CPU, FakeHip, _Recording, assert_clean, emulated
+from tests.launcher.emulated import FakeHip, Recording, assert_clean, emulated
 from tests.ops.cases import guarded, guards_intact, make_batch, queries, random_values
 
 DIM = 128
@@ -120,15 +120,13 @@ class QueueHip(FakeHip):
     machine: Machine | None = None
     rank: int = 0
     delay: int = 0
-    memory: list[torch.Tensor] = field(default_factory=list)
 
     def _launch(self, function, geometry, lds, stream, kernarg, size) -> int:
         super()._launch(function, geometry, lds, stream, kernarg, size)
-        call, (code, name) = self.calls[-1], self._functions[function - 1]
-        args = [call.kernarg[a.offset : a.offset + a.size] for a in code.kernels[name].args]
-        self.machine.launch(
-            code, name, call.grid, call.block, args, lds_bytes=lds, rank=self.rank,
-            delay=self.delay, buffers=[*self.buffers, *self.memory],
+        call = self.calls[-1]
+        self.gpu.queue(
+            self.machine, function, call.grid, call.block, lds, call.kernarg,
+            rank=self.rank, delay=self.delay,
         )  # fmt: skip
         return 0
 
@@ -144,14 +142,12 @@ class Group(Ranks):
 
     @contextlib.contextmanager
     def queueing(self, rank: int, delay: int = 0, builds=()):
-        fake = QueueHip(
-            run_kernels=False, machine=self.machine, rank=rank, delay=delay,
-            memory=[*self.mailboxes, self.status[rank]],
-        )  # fmt: skip
+        fake = QueueHip(run_kernels=False, machine=self.machine, rank=rank, delay=delay)
+        for memory in (*self.mailboxes, self.status[rank]):
+            fake.gpu.map(memory)
         with tempfile.TemporaryDirectory() as folder:
             compile_builds(list(builds), Path(folder), processes=1)
-            loaded = _Recording(Path(folder), CPU, hip=fake.runtime())
-        loaded.fake = fake
+            loaded = Recording(Path(folder), fake)
         with launcher.using(loaded):
             yield fake
 

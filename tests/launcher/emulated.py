@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 
-from gfx950_emu import Checks, CodeObject, DeviceModel, Machine, Report, Schedule
+from gfx950_emu import Checks, DeviceModel, Report, Schedule
 from rocm_msa import kernel_manifest, launcher
 from rocm_msa.aot import Build, compile_builds
-from rocm_msa.hip import Hip
+from rocm_msa.emulated import EmulatedGpu, EmulatedLauncher
+from rocm_msa.hip import Hip, HipError
 
 SOURCE = Path(__file__).with_name("fake_hip.c")
 CPU = torch.device("cpu")
-NO_BINARY, NOT_FOUND, LAUNCH_FAILED = 209, 500, 719
+NO_BINARY, LAUNCH_FAILED = 209, 719
 
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))
 _FUNCTION = ctypes.CFUNCTYPE(
@@ -70,9 +71,9 @@ class Call:
 
 @dataclass
 class FakeHip:
-    """A HIP runtime whose GPU is the emulator.
+    """A HIP runtime library whose GPU is the emulator: the product's ctypes bindings on top of it.
 
-    buffers: tensors that kernels may access; the launcher's arguments are added by `emulated`.
+    gpu: what runs kernels; `gpu.buffers` are the tensors that they may access.
     reports, calls: of the launches so far. error: what the emulator raised inside a callback.
     run_kernels: False records the calls alone.
     """
@@ -81,14 +82,14 @@ class FakeHip:
     checks: Checks = Checks.ALL
     device: DeviceModel = field(default_factory=DeviceModel)
     run_kernels: bool = True
-    buffers: list[torch.Tensor] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self._modules: list[CodeObject] = []
-        self._functions: list[tuple[CodeObject, str]] = []
+        self.gpu = EmulatedGpu(
+            self.reports.append, schedule=self.schedule, checks=self.checks, device=self.device
+        )
         self._library = ctypes.CDLL(str(library()))
         self._callbacks = (_LOAD(self._load), _FUNCTION(self._function), _LAUNCH(self._launch))
         self._plan: bytes = b""
@@ -120,51 +121,41 @@ class FakeHip:
             header = ctypes.string_at(image, 64)
             sections = int.from_bytes(header[40:48], "little")
             size = int.from_bytes(header[58:60], "little") * int.from_bytes(header[60:62], "little")
-            self._modules.append(_code_object(ctypes.string_at(image, sections + size)))
+            module[0] = self.gpu.load_module(ctypes.string_at(image, sections + size), "")
         except Exception as error:
             self.error = error
             return NO_BINARY
-        module[0] = len(self._modules)
         return 0
 
     def _function(self, module, name, function) -> int:
-        code = self._modules[module - 1]
-        if name.decode() not in code.kernels:
-            return NOT_FOUND
-        self._functions.append((code, name.decode()))
-        function[0] = len(self._functions)
+        try:
+            function[0] = self.gpu.get_function(module, name.decode(), "")
+        except HipError as error:
+            return error.code
         return 0
 
     def _launch(self, function, geometry, lds, stream, kernarg, size) -> int:
         try:
-            code, name = self._functions[function - 1]
+            _, name = self.gpu.functions[function - 1]
             block_bytes = ctypes.string_at(kernarg, size)
             grid, block = tuple(geometry[0:3]), tuple(geometry[3:6])
             self.calls.append(Call(name, grid, block, lds, stream, block_bytes))
             if self.run_kernels:
-                machine = Machine(self.device, self.schedule, self.checks)
-                args = [
-                    block_bytes[a.offset : a.offset + a.size]
-                    for a in code.kernels[name].args
-                    if not a.kind.startswith("hidden_")
-                ]
-                machine.launch(
-                    code, name, grid, block, args, lds_bytes=lds, buffers=self.buffers
-                )  # fmt: skip
-                self.reports.append(machine.run())
+                self.gpu.launch(function, grid, block, lds, stream, block_bytes, name)
         except Exception as error:  # ctypes would print and drop it
             self.error = error
             return LAUNCH_FAILED
         return 0
 
 
-class _Recording(launcher.Launcher):
-    """A launcher that tells the fake runtime which memory the kernel may touch."""
+class Recording(EmulatedLauncher):
+    """The emulated launcher on the product's bindings and a FakeHip, whose errors it raises."""
 
-    fake: FakeHip
+    def __init__(self, directory: Path, fake: FakeHip) -> None:
+        super().__init__(directory, fake.gpu, fake.runtime())
+        self.fake = fake
 
     def launch(self, build, grid, args) -> None:
-        self.fake.buffers = [a for a in args if isinstance(a, torch.Tensor) and a.numel()]
         self.fake.error = None
         self.fake.connect()
         try:
@@ -195,9 +186,7 @@ def emulated(
     fake = FakeHip(schedule or Schedule(), checks, device or DeviceModel())
     with tempfile.TemporaryDirectory() as folder:
         compile_builds(list(builds), Path(folder), processes=1)
-        hip = fake.runtime()
-        loaded = _Recording(Path(folder), CPU, hip=hip)
-    loaded.fake = fake
+        loaded = Recording(Path(folder), fake)
     with launcher.using(loaded):
         yield fake.reports
 
@@ -223,11 +212,6 @@ def library(source: Path = SOURCE) -> Path:
         subprocess.run(command, check=True, capture_output=True)
         part.replace(path)
     return path
-
-
-@functools.lru_cache(maxsize=256)
-def _code_object(data: bytes) -> CodeObject:
-    return CodeObject.from_bytes(data)
 
 
 def resources(build: Build) -> dict[str, int]:

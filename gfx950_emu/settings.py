@@ -17,6 +17,7 @@ class Checks(enum.IntFlag):
     BARRIER = 64
     SCOPE = 128
     ALL = 255
+    HELD = 256  # with SCOPE: caches hold every line since they were last emptied
     NONE = 0
 
 

@@ -7,6 +7,10 @@
 // rank, with sc0 sc1 everywhere. buffer_inv forgets: L1 always, L2 with sc1. Caches are direct
 // mapped, of the device's sizes. A load that may miss another CU's store is a finding.
 //
+// With C_HELD every line counts as fetched when its cache was last emptied, and as kept since: what
+// hardware may do that fetches ahead, or lines that nobody names. A plain load then needs a
+// buffer_inv of its CU after each store of another CU that it reads, whatever was loaded before.
+//
 // Scalar loads go through a cache of their own in each CU to the XCD's L2. No store reaches it, the
 // CU's own included; s_dcache_inv empties it.
 #include "vmem.h"
@@ -22,10 +26,10 @@ struct Line {
 struct Cache {
   u64 invalidated = 0;
   std::vector<Line> lines;
-  // Time at which the line was fetched, 0 when it is absent.
-  u64 fetched(u64 line) const {
+  // Time at which the line was fetched, 0 when it is absent. held: by then it was there.
+  u64 fetched(u64 line, bool held) const {
     const Line& l = lines[line % lines.size()];
-    return l.line == line && l.time > invalidated ? l.time : 0;
+    return l.line == line && l.time > invalidated ? l.time : held ? invalidated : 0;
   }
   void fetch(u64 line, u64 now, bool anew) {
     Line& l = lines[line % lines.size()];
@@ -113,6 +117,7 @@ void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 level) {
   u32 rank = w.launch->d.rank, cu = w.wg->cu, xcds = m.device.xcds, xcd = cu % xcds;
   need_rank(m, s, rank);
   Cache &l1 = s.l1[rank][cu], &l2 = s.l2[rank][xcd];
+  bool held = m.checks & C_HELD;
   if (l1.lines.empty()) l1.lines.resize(kL1Lines);
   u64 now = ++s.now, previous = ~0ull;
   for (u64 x = lanes; x; x &= x - 1) {
@@ -133,14 +138,14 @@ void scope_read(Wave& w, const u64* addr, u64 lanes, u32 bytes, u32 level) {
         report(w, FK_STALE, lane, a, 1);
         continue;
       }
-      u64 kept = l1.fetched(line);
+      u64 kept = l1.fetched(line, held);
       if (level == 0 && kept && kept < e.time) report(w, FK_STALE, lane, a, 2);
-      kept = l2.fetched(line);
+      kept = l2.fetched(line, held);
       if (needed && level < needed && kept && kept < e.time) report(w, FK_STALE, lane, a, 3);
     }
     if (line != previous) {
-      if (level == 0) l1.fetch(line, now, false);
-      l2.fetch(line, now, level > 0);
+      if (level == 0 && !held) l1.fetch(line, now, false);
+      if (level > 0 || !held) l2.fetch(line, now, level > 0);
       previous = line;
     }
   }
@@ -153,6 +158,7 @@ void scope_scalar_read(Wave& w, u64 addr, u32 bytes) {
   u32 rank = w.launch->d.rank, cu = w.wg->cu, xcds = m.device.xcds;
   need_rank(m, s, rank);
   Cache &near = s.scalar[rank][cu], &l2 = s.l2[rank][cu % xcds];
+  bool held = m.checks & C_HELD;
   if (near.lines.empty()) near.lines.resize(kScalarLines);
   const Region* r = m.find(addr, bytes);
   if (!r) return;
@@ -161,13 +167,13 @@ void scope_scalar_read(Wave& w, u64 addr, u32 bytes) {
     const Written* e = written(s, r, a >> 2);
     if (e && e->time) {
       u32 needed = needed_by(*e, rank, cu % xcds, xcds);
-      u64 kept = near.fetched(a >> 6), below = l2.fetched(a >> 7);
+      u64 kept = near.fetched(a >> 6, held), below = l2.fetched(a >> 7, held);
       if (!published(m, s, *e, needed)) report(w, FK_STALE, 0, a, 1);
       else if (kept && kept < e->time) report(w, FK_STALE, 0, a, 4);
       else if (!kept && needed && below && below < e->time) report(w, FK_STALE, 0, a, 3);
     }
   }
-  for (u64 line = addr >> 6; line <= (addr + bytes - 1) >> 6; line++)
+  for (u64 line = addr >> 6; !held && line <= (addr + bytes - 1) >> 6; line++)
     near.fetch(line, now, false), l2.fetch(line >> 1, now, false);
 }
 void scope_scalar_invalidate(Wave& w) {

@@ -20,6 +20,7 @@ enum Check : u32 {
   C_ALIGN = 32,       // misaligned accesses that fault
   C_BARRIER = 64,     // waves that end while others wait
   C_SCOPE = 128,      // global happens-before and stale caches at scopes
+  C_HELD = 256,       // caches that fetched every line when they were last emptied
 };
 
 enum class Status : u32 { Ready, Barrier, Done };

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gfx950_emu import Report, Schedule, launch
+from gfx950_emu import Checks, Report, Schedule, launch
 from tests.emulator.assembler import kernel
 
 READ = "global_load_dword v5, v1, s[4:5]\ns_waitcnt vmcnt(0)"
@@ -41,10 +41,12 @@ def hand_off(write: str, acquire: str = "", *, early: str = "", read: str = READ
     """
 
 
-def run_hand_off(text: str, schedule: Schedule) -> tuple[Report, int]:
+def run_hand_off(
+    text: str, schedule: Schedule, checks: Checks = Checks.ALL
+) -> tuple[Report, int]:
     """The report, and what the reader got. The data starts at a multiple of 512 bytes."""
     raw, got = np.zeros(256, np.uint32), np.zeros(16, np.uint32)
     shared = raw[-raw.ctypes.data % 512 // 4 :][:128]
-    report = launch(kernel(text), "k", 2, 64, [shared, got], schedule=schedule)
+    report = launch(kernel(text), "k", 2, 64, [shared, got], schedule=schedule, checks=checks)
     assert report.status == "finished"
     return report, int(got[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gfx950_emu import Machine, Schedule, launch
+from gfx950_emu import Checks, Machine, Schedule, launch
 from tests.emulator.assembler import kernel
 from tests.emulator.corpus import BY_NAME
 from tests.emulator.hand_off import hand_off, run_hand_off
@@ -37,6 +37,20 @@ def test_scopes_of_a_hand_off(release, acquire, text):
         if text is None:
             assert report.ok, report.findings
     assert text is None or any(text in d for d in details), details
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    "acquire,text", [(ACQUIRE, None), ("", "L1 may hold"), ("buffer_inv sc0", "L2 may hold")]
+)
+def test_an_acquire_of_what_was_never_loaded_before(acquire, text, held):
+    """The reader's caches fetch the line by the load that follows, unless they hold all lines."""
+    body = hand_off(f"{DATA}{RELEASE}\n{FLAG}", acquire)
+    checks = Checks.ALL | Checks.HELD if held else Checks.ALL
+    report, got = run_hand_off(body, Schedule("random", 0, (1, 30)), checks)
+    details = {f.detail for f in report.findings}
+    assert got == 42
+    assert any(text in d for d in details) if held and text else not details, details
 
 
 @pytest.mark.parametrize("kind", ["random", "priority"])

@@ -41,9 +41,7 @@ def hand_off(write: str, acquire: str = "", *, early: str = "", read: str = READ
     """
 
 
-def run_hand_off(
-    text: str, schedule: Schedule, checks: Checks = Checks.ALL
-) -> tuple[Report, int]:
+def run_hand_off(text: str, schedule: Schedule, checks: Checks = Checks.ALL) -> tuple[Report, int]:
     """The report, and what the reader got. The data starts at a multiple of 512 bytes."""
     raw, got = np.zeros(256, np.uint32), np.zeros(16, np.uint32)
     shared = raw[-raw.ctypes.data % 512 // 4 :][:128]

@@ -61,7 +61,8 @@ def _files(module: str) -> dict[str, Path]:
     return found
 
 
-def _imports(text: str, name: str, is_package: bool) -> list[str]:
+@functools.lru_cache(maxsize=512)  # ops share most of their modules, and parsing takes 20 ms
+def _imports(text: str, name: str, is_package: bool) -> tuple[str, ...]:
     package = name.split(".") if is_package else name.split(".")[:-1]
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -72,7 +73,7 @@ def _imports(text: str, name: str, is_package: bool) -> list[str]:
             base = ".".join([*base, *([node.module] if node.module else [])])
             # `from a import b` may name the module a.b: both are looked at.
             found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return found
+    return tuple(found)
 
 
 def _file(name: str) -> Path | None:

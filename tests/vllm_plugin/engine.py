@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -46,16 +47,29 @@ def engine(model: str, *, main: str = "nvfp4", index: str = "nvfp4", **options) 
         "kv_cache_dtype": {"bf16": "bfloat16"}.get(main, main),
         "attention_config": {"indexer_kv_dtype": index},
     }
-    llm = LLM(model=model, **(defaults | options))
-    # A second engine in one process must not rebind vLLM's kernels again.
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    gc.freeze()  # vLLM's modules: see tests/conftest.py
+    with nothing_else_frozen():
+        llm = LLM(model=model, **(defaults | options))
+        # A second engine in one process must not rebind vLLM's kernels again.
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def nothing_else_frozen() -> Iterator[None]:
+    """Keep the garbage collector away from what is alive now, and from nothing else.
+
+    vLLM freezes its engine and thaws everything at the end; each of its collections, then, would
+    walk all modules and caches of the test process.
+    """
+    gc.freeze()
+    with mock.patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None):
+        yield
 
 
 def generate(llm, prompts: Sequence[list[int]], count: int) -> list[Answer]:
@@ -63,16 +77,22 @@ def generate(llm, prompts: Sequence[list[int]], count: int) -> list[Answer]:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=count, temperature=0, ignore_eos=True, logprobs=VOCAB, detokenize=False
+        max_tokens=count,
+        temperature=0,
+        ignore_eos=True,
+        logprobs=VOCAB,
+        flat_logprobs=True,
+        detokenize=False,
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     answers = []
     for output in outputs:
         (completion,) = output.outputs
+        given = completion.logprobs
+        each = torch.tensor(given.end_indices) - torch.tensor(given.start_indices)
+        steps = torch.arange(len(each)).repeat_interleave(each)
         logprobs = torch.full((count, VOCAB), float("nan"))
-        for step, entries in enumerate(completion.logprobs):
-            for token, entry in entries.items():
-                logprobs[step, token] = entry.logprob
+        logprobs[steps, torch.tensor(given.token_ids)] = torch.tensor(given.logprobs)
         answers.append(Answer(list(completion.token_ids), logprobs))
     return answers
 

@@ -3,14 +3,18 @@
     python benchmarks/bench_dcp_gfx950.py [--ranks 4] [--requests 45] [--rows 4] [--json FILE]
 
 Nothing here was measured on a GPU. A layer's scan and selection of one rank, NVFP4 index pages,
-requests of 30K to 210K tokens evenly spread, alone (index_score_decode and block_topk, every rank
-for its own head) and shared (one launch of the exchange):
+requests of 30K to 210K tokens evenly spread, alone (every rank for its own head; the faster of
+index_score_decode with block_topk, and select_decode, which is one launch) and shared (one launch
+of the exchange):
 
-    scan      index pages read / 8 TB/s (datasheet), the fullest workgroup at its share of that
+    scan      index pages read / 8 TB/s (datasheet), or vector instructions, counted, at the
+              emulator's issue cost: what ends later
     links     bytes to one peer / 76.8 GB/s (datasheet, one Infinity Fabric link each way)
     select    instructions of one wave on the critical path, counted, CYCLES each
     latency   of each dependent step: ASSUMED, see `Latency`; counted from the protocol's phases
 
+A wave of the exchange asks for its first block before it waits for queries, so the pages come from
+the memory meanwhile: a phase of the table is what it adds to the time, not how long it takes.
 What both have in common (the first launch's start, the end of the last) is left out of both.
 """
 
@@ -21,6 +25,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -29,14 +34,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dcp.exchange_gfx950 import workgroups
 from dcp.shard import Shard
 from gfx950_emu import Checks, Schedule
+from gfx950_emu.report import Cost
 from rocm_msa import ops
 from rocm_msa.arch import GFX950
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import index_page
 from rocm_msa.config import BLOCK_TOKENS
+from rocm_msa.ops import flydsl_host as host
 from rocm_msa.ops.block_topk import flydsl_gfx950 as topk_module
+from rocm_msa.ops.index_select_decode import flydsl_gfx950 as fused_module
+from rocm_msa.ops.rows import decode_rows
 from tests.dcp.exchange_group import Case, Group
 from tests.launcher.emulated import emulated
+from tests.ops.cases import make_batch, queries
 
 PAGE = index_page(128, CacheDType.NVFP4).page_bytes
 QUERY_BYTES, CANDIDATE_BYTES = 64 * 8, 32 * 8  # of one row and head, tagged
@@ -58,32 +68,43 @@ class Latency:
 class Counts:
     """Instructions of one wave, by the blocks that it selects among."""
 
+    block: int  # vector instructions to score a block
     own: int  # the best of a rank's blocks
     merge: int  # of all ranks' candidates
     alone_first: int  # block_topk: a wave of the first step, and the last wave
     alone_last: int
+    fused: int  # select_decode: a workgroup's list of 64 blocks, and the selection among lists
 
 
 def count(ranks: int, blocks: int) -> Counts:
     """Of one request of `blocks` blocks, by differences between launches."""
 
-    def executed(case: Case) -> int:
+    def launched(case: Case):
         group = Group(case)
         group.queue()
         report = group.run(FAST)
         report.raise_for_findings()
-        return report.launches[0].useful
+        return report.launches[0]
+
+    def case(ranks: int, blocks: int) -> Case:
+        return Case(ranks=ranks, lens=(BLOCK_TOKENS * (blocks + 1),), grid=1)
 
     def a_row(ranks: int, blocks: int) -> int:
         """Of one row more: a selection for each of 4 heads, and a merge for each own head."""
-        case = Case(ranks=ranks, lens=(BLOCK_TOKENS * (blocks + 1),), grid=1)
-        return (executed(replace(case, rows=4)) - executed(replace(case, rows=2))) // 2
+        few, many = (launched(replace(case(ranks, blocks), rows=n)).useful for n in (2, 4))
+        return (many - few) // 2
 
     # With as many blocks a rank, two ranks differ from four by one more own head.
     merge = a_row(2, 2 * 8) - a_row(4, 4 * 8)
     own = (a_row(ranks, blocks) - merge * max(1, 4 // ranks)) // 4
+    # Blocks of one rank alone, as many as one turn of its selection takes.
+    few, many = (launched(case(ranks, ranks * n)).pipes["valu"] for n in (32, 64))
+    first, last = alone_topk()
+    return Counts((many - few) // 32, own, merge, first, last, alone_fused())
 
-    def alone(nb: int) -> int:
+
+def alone_topk() -> tuple[int, int]:
+    def executed(nb: int) -> int:
         scores = torch.randn(1, 1, 8192)
         lengths = torch.tensor([nb + 1], dtype=torch.int32)
         build = topk_module.needs(scores, lengths, 16, 0, 1)
@@ -92,56 +113,107 @@ def count(ranks: int, blocks: int) -> Counts:
         return reports[0].launches[0].useful
 
     wave = 64 * 8  # blocks of a wave
-    one, four_waves = alone(wave - 1), alone(4 * wave - 1)
+    one, four_waves = executed(wave - 1), executed(4 * wave - 1)
     first = (four_waves - one) // 3
-    return Counts(own, merge, first, one - first)
+    return first, one - first
+
+
+def alone_fused() -> int:
+    """By the difference of one row more, of a request with one workgroup of 64 blocks."""
+
+    def executed(rows: int) -> int:
+        batch = make_batch([BLOCK_TOKENS * 64], dtype="nvfp4", head_dim=128)
+        index_q = queries(1, rows, 1, 128, dtype=torch.bfloat16)
+        arguments = (index_q, batch.index, batch.table, batch.seq_lens, rows)
+        counts = decode_rows(batch.seq_lens, rows).num_blocks.int()
+        build = fused_module.needs(*arguments, 16)
+        with (
+            mock.patch.object(host, "run_length", return_value=64),
+            emulated(build, schedule=FAST, checks=Checks.NONE) as reports,
+        ):
+            ops.select_decode(
+                *arguments, counts, counters=torch.zeros(1, dtype=torch.int32), backend="flydsl"
+            )
+        return reports[0].launches[0].useful
+
+    return (executed(3) - executed(1)) // 2
 
 
 def lengths(requests: int, low: int = 30_000, high: int = 210_000) -> list[int]:
     return [low + (high - low) * i // max(1, requests - 1) for i in range(requests)]
 
 
-def scan_time(parts: list[int], groups: int) -> float:
-    """Seconds to read so many blocks: an equal part a workgroup, rounded up to its waves' turns."""
-    total = sum(parts)
-    fullest = -(-total // groups) if total else 0
-    rounded = -(-fullest // 4) * 4 / 4 if fullest < 8 else fullest / 4
-    return max(total, rounded * 4 * min(groups, total)) * PAGE / GFX950.hbm_bytes_per_s
+def read_time(blocks: float) -> float:
+    return blocks * PAGE / GFX950.hbm_bytes_per_s
+
+
+def issue_time(blocks: float, counts: Counts) -> float:
+    """Vector instructions of so many blocks, spread over all SIMDs."""
+    return blocks * counts.block * Cost().valu / (4 * GFX950.compute_units * GFX950.clock_hz)
+
+
+def rounded(blocks: int, groups: int) -> int:
+    """Blocks in the time that the fullest workgroup takes: its waves go in turns."""
+    fullest = -(-blocks // groups)
+    return max(blocks, -(-fullest // 4) * 4 * min(groups, blocks) if fullest < 8 else 0)
+
+
+def instructions(number: int) -> float:
+    return number * CYCLES / GFX950.clock_hz
 
 
 def alone(tokens: list[int], counts: Counts, wait: Latency) -> dict[str, float]:
-    """Scores of one head by one rank, then block_topk."""
-    blocks = [-(-n // BLOCK_TOKENS) for n in tokens]
-    select = (counts.alone_first + counts.alone_last) * CYCLES / GFX950.clock_hz
-    return {
-        "query": wait.near,
-        "scan": sum(blocks) * PAGE / GFX950.hbm_bytes_per_s,
+    """One rank for its own head, by the faster of two ways; rows * heads <= 4 for the fused one."""
+    blocks = sum(-(-n // BLOCK_TOKENS) for n in tokens)
+    scan = {
+        "lengths, queries": wait.near,
+        "table, first page": 2 * wait.near,
+        "scan": max(read_time(blocks), issue_time(blocks, counts)),
+    }
+    two = {
+        **scan,
         "launch of block_topk": wait.boundary,
         "scores": wait.near,
-        "select": select,
+        "select": instructions(counts.alone_first + counts.alone_last),
     }
+    one = {
+        **scan,
+        "publish lists, count": wait.publish + 2 * wait.near,
+        "list, select": instructions(counts.fused),
+    }
+    return min(one, two, key=lambda phases: sum(phases.values()))
 
 
 def shared(tokens: list[int], rows: int, ranks: int, counts: Counts, wait: Latency):
-    """Seconds of each phase of the exchange, of rank 0, which has the most blocks."""
+    """Seconds that each phase of the exchange adds, on rank 0, which has the most blocks."""
     shard = Shard(0, ranks, 4)
-    blocks = [-(-n // BLOCK_TOKENS) for n in tokens]
-    owned = [shard.owned_blocks(n - 1) for n in blocks]
+    owned = [shard.owned_blocks(-(-n // BLOCK_TOKENS) - 1) for n in tokens]
     groups = workgroups(len(tokens), max(owned))
+    blocks, waves = rounded(sum(owned), groups), 4 * groups
     pairs = len(tokens) * rows * shard.heads_per_rank
     link = GFX950.fabric_link_bytes_per_s
-    a_selection = counts.own * CYCLES / GFX950.clock_hz
-    turns = -(-len(tokens) * rows * shard.heads // (4 * groups))
-    merges = -(-pairs // (4 * groups))
+    turns = -(-len(tokens) * rows * shard.heads // waves)
+    merges = -(-pairs // waves)
+    # Batch, errors, queries and generation are one round; then a table entry, then pages.
+    asked = 2 * wait.near
+    first = min(waves, blocks)
+    first_there = asked + wait.near + read_time(first)
+    # A query is looked for again until it is there; the first look waits for the pages before it.
+    queries_there = wait.near + pairs * QUERY_BYTES / link + wait.fabric + wait.near
+    begin = max(first_there, queries_there)
+    end = max(
+        asked + wait.near + read_time(blocks),
+        begin + issue_time(blocks, counts),
+        begin + read_time(blocks - first),
+    )
     return {
-        "0 batch": wait.near,
-        "1 push": wait.near + pairs * QUERY_BYTES / link + wait.fabric,
-        "2, 3 hello and queries": 2 * wait.near,
-        "3 scan": scan_time(owned, groups),
+        "0, 1 batch, table, push": asked,
+        "2, 3 first page, queries": begin - asked,
+        "3 scan beyond these": end - begin,
         "4 publish keys": wait.publish + 2 * wait.near,
-        "4 best of own": turns * a_selection,
+        "4 best of own": turns * instructions(counts.own),
         "4 send": pairs * CANDIDATE_BYTES / link + wait.fabric,
-        "5 merge": wait.near + merges * counts.merge * CYCLES / GFX950.clock_hz,
+        "5 merge": wait.near + merges * instructions(counts.merge),
     }
 
 
@@ -174,10 +246,14 @@ def main() -> None:
         for phase, seconds in phases.items():
             print(f"  {phase:24} {seconds * 1e6:8.2f} us")
         print(f"  {'total':24} {sum(phases.values()) * 1e6:8.2f} us")
-    scan = many["3 scan"]
     ratio = sum(one.values()) / sum(many.values())
+    blocks = sum(-(-n // BLOCK_TOKENS) for n in tokens)
+    scan = read_time(blocks / options.ranks)
     fixed = 1e6 * (sum(many.values()) - scan)
-    print(f"\nMODELLED fixed cost {fixed:.1f} us, {ratio:.2f} times as fast")
+    print(
+        f"\nMODELLED fixed cost {fixed:.1f} us beyond {scan * 1e6:.1f} us to read a rank's pages,"
+    )
+    print(f"{ratio:.2f} times as fast")
     half = Latency(**{name: value / 2 for name, value in asdict(wait).items()})
     quick = [
         sum(f.values())

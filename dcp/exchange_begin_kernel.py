@@ -52,24 +52,48 @@ def survey(a, prefix):
 
 
 @flyc.jit
-def push(a):
-    """Hello, and the queries of the heads that this rank pushes, to every rank."""
-    lane, group, wave = lane_id(), fx.block_idx.x, wave_id()
-    if (group == 0) & (wave == 0) & (lane < a.ranks):
+def first_query(a):
+    """The lane's word of the first query that this wave pushes, loaded and not waited for."""
+    item, items = _first_item(a), _pushed(a)
+    word = fx.Uint32(0)
+    if item < items:
+        word = _query_word(a, item)
+    return word
+
+
+@flyc.jit
+def push(a, word):
+    """Hello, and the queries of the heads that this rank pushes, to every rank; word: of
+    `first_query`."""
+    lane, first, heads = lane_id(), _first_item(a), a.shard.heads_per_rank
+    if (first == 0) & (lane < a.ranks):
         there = mailbox.mailbox_of(a, lane).at(a.buffer + fx.Int64(a.places.hello))
         mailbox.post(a, there.at(fx.Int64(a.rank) * WORD), a.digest)
-    heads = a.shard.heads_per_rank
-    pushes = a.rank % a.shard.replicas == 0
-    items = pushes.select(a.requests * a.rows_per_request * heads, fx.Int32(0))
-    for item in range(group * SCORE_WAVES + wave, items, a.workgroups * SCORE_WAVES):
+    mailboxes = [mailbox.mailbox_of(a, peer) for peer in range(a.ranks)]
+    for item in range(first, _pushed(a), a.workgroups * SCORE_WAVES):
         item = fx.Int32(item)
-        row, own = fx.Int64(item // heads), item % heads
-        place = global_address(a.index_q).at(row * fx.Int64(a.q_row) + fx.Int64(own * a.q_head))
-        word = place.load(fx.Uint32, offset=lane * 4, align=4)
-        head = a.rank // a.shard.replicas * heads + own
-        to = a.buffer + query_at(a, head, row) + fx.Int64(lane * WORD)
-        for peer in fx.range_constexpr(a.ranks):
-            mailbox.post(a, mailbox.mailbox_of(a, peer).at(to), word)
+        if item != first:
+            word = _query_word(a, item)
+        head = a.rank // a.shard.replicas * heads + item % heads
+        to = a.buffer + query_at(a, head, fx.Int64(item // heads)) + fx.Int64(lane * WORD)
+        for place in mailboxes:
+            mailbox.post(a, place.at(to), word)
+
+
+def _first_item(a) -> fx.Int32:
+    return fx.block_idx.x * SCORE_WAVES + wave_id()
+
+
+def _pushed(a) -> fx.Int32:
+    """How many (row, own head) this rank pushes, in the order of index_q."""
+    pushes = a.rank % a.shard.replicas == 0
+    return pushes.select(a.requests * a.rows_per_request * a.shard.heads_per_rank, fx.Int32(0))
+
+
+def _query_word(a, item: fx.Int32) -> fx.Uint32:
+    row, own = fx.Int64(item // a.shard.heads_per_rank), item % a.shard.heads_per_rank
+    place = global_address(a.index_q).at(row * fx.Int64(a.q_row) + fx.Int64(own * a.q_head))
+    return place.load(fx.Uint32, offset=lane_id() * 4, align=4)
 
 
 @flyc.jit
@@ -107,5 +131,5 @@ def all_here(a):
         if fx.const_expr(a.ranks == 2):
             culprit = 1 - a.rank
         mailbox.fail(a, int(Site.SHAPE), uniform(culprit))
-    heard = mailbox.hear(a)
+    heard = mailbox.hear(a, mailbox.error_words(a))
     return ok & agreed & (heard == False)  # noqa: E712

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
-from dcp.exchange_begin_kernel import all_here, push, scrub, survey
+from dcp.exchange_begin_kernel import all_here, first_query, push, scrub, survey
 from dcp.exchange_gfx950 import MAX_REQUESTS, Build
 from dcp.exchange_places_kernel import THREADS, buffer_at, places
-from dcp.exchange_score_kernel import score, send_candidates
+from dcp.exchange_score_kernel import ask_for_first, first_page, score, send_candidates
 from dcp.exchange_select_kernel import select
 from dcp.mailbox_layout import WORD
 from dcp.plan import Results
@@ -37,19 +37,25 @@ def _phases(a: SimpleNamespace, cache: SimpleNamespace) -> None:
     table_bytes = TABLE_BYTES if a.build.kind == "nvfp4" else 0
     table, prefix = lds_regions(table_bytes, 4 * (MAX_REQUESTS + WAVE))
     a.own = mailbox.own_mailbox(a.addresses, a.rank)
-    state = Scalars({"state": a.state}).state
-    launch = mailbox.generation(state, a.places.generation)
-    a.tag, a.buffer = mailbox.tag_of(launch), buffer_at(a, launch)
+    a.state = Scalars({"state": a.state}).state
+    # What does not depend on each other is asked for before any of it is waited for.
+    launch = mailbox.generation_word(a.state, a.places.generation)
+    errors, word = mailbox.error_words(a), first_query(Scalars(vars(a)))
     a.total, mark = survey(Scalars(vars(a)), prefix)
+    launch = mailbox.in_scalars(launch)
+    a.tag, a.buffer = mailbox.tag_of(launch), buffer_at(a, launch)
     a.digest = a.digest ^ mark
     if table is not None:
         copy_table(global_bytes(cache.table), table, fx.thread_idx.x, THREADS)
     # Writers: all waves (table), wave 0 (prefix). Readers: all waves.
     fx.barrier()
     a = Scalars(vars(a))
-    _begin(a, launch)
+    number = first_page(a, cache, prefix)
+    _begin(a, launch, errors, word)
+    keys = Keys(a.build.kind, table)
+    held = ask_for_first(a, cache, keys, number)
     ok = all_here(a)
-    ok = score(a, cache, Keys(a.build.kind, table), prefix, ok)
+    ok = score(a, cache, keys, prefix, number, held, ok)
     if not a.sends_scores:
         flags = global_address(a.state).at(a.places.flags)
         mailbox.raise_flag(a, flags.at(fx.block_idx.x * WORD))
@@ -59,10 +65,10 @@ def _phases(a: SimpleNamespace, cache: SimpleNamespace) -> None:
 
 
 @flyc.jit
-def _begin(a, launch):
+def _begin(a, launch, errors, word):
     """Say hello and push, unless this rank or a peer has had an error."""
-    if mailbox.hear(a) == False:  # noqa: E712
-        push(a)
+    if mailbox.hear(a, errors) == False:  # noqa: E712
+        push(a, word)
         scrub(a, launch)
 
 

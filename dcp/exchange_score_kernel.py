@@ -26,14 +26,21 @@ from dcp.exchange_places_kernel import (
 )
 from dcp.mailbox_layout import WORD
 from dcp.shard import Site
-from rocm_msa.device import mailbox
-from rocm_msa.device.memory import global_address, global_bytes
+from rocm_msa.device import mailbox, topk_rows
+from rocm_msa.device.memory import global_address, global_bytes, loads_are_issued
 from rocm_msa.device.topk import ABSENT, order_key, top_candidates
-from rocm_msa.device.wave import WAVE, lane_id, uniform, wave_id
+from rocm_msa.device.wave import ROW, WAVE, lane_id, uniform, wave_id
 from rocm_msa.ops.flydsl_host import SCORE_WAVES, TILE
-from rocm_msa.ops.flydsl_index_score import block_scores, query_operands
+from rocm_msa.ops.flydsl_index_score import (
+    asked_for,
+    block_ahead,
+    nothing_asked_for,
+    page_of,
+    query_operands,
+    scores_of,
+)
 
-KEYS_AT_ONCE = 7  # registers of a lane that selects among its rank's blocks, beside the best
+KEYS_AT_ONCE = 4  # registers of a lane that selects among its rank's blocks, beside the best
 
 
 @flyc.jit
@@ -79,30 +86,83 @@ def _columns(a, cache, request):
     return own, all_there
 
 
-@flyc.jit
-def score(a, cache, keys, prefix, ok):
-    """Score this workgroup's part of the blocks, and send or keep their order keys."""
+def part_of(a) -> tuple[fx.Int32, fx.Int32]:
+    """(this wave's first place, the end) among the blocks that this rank scores."""
     part = share(a)
     at = fx.block_idx.x * part
-    stop = fx.min(at + part, a.total)
+    return at + wave_id(), fx.min(at + part, a.total)
+
+
+def _block_at(a, cache, prefix, position):
+    """(request, its first place, the id of the block at `position`, its page's number)."""
+    request = _request_at(a, prefix, position)
+    start = uniform(prefix.load(fx.Int32, offset=request * 4))
+    block = (position - start) * a.ranks + a.rank
+    place = fx.Int64(request) * fx.Int64(cache.table_row) + fx.Int64(block)
+    number = global_bytes(cache.block_table).uniform(fx.Int32, offset=place * 4)
+    return request, start, number
+
+
+@flyc.jit
+def first_page(a, cache, prefix):
+    """The number of the page of this wave's first block, -1 when it has none."""
+    at, stop = part_of(a)
+    number = fx.Int32(-1)
+    if at < stop:
+        _, _, number = _block_at(a, cache, prefix, at)
+    return number
+
+
+@flyc.jit
+def ask_for_first(a, cache, keys, number):
+    """Ask for the keys of the wave's first block, in page `number`.
+
+    They depend on no other rank, and come while its messages are on their way.
+    """
+    at, stop = part_of(a)
+    held = nothing_asked_for(keys)
+    if at < stop:
+        held = asked_for(keys, page_of(cache, number))
+        loads_are_issued()
+    return held
+
+
+@flyc.jit
+def score(a, cache, keys, prefix, number, held, ok):
+    """Score this wave's blocks, every SCORE_WAVES'th of the workgroup's part, and send or keep
+    their order keys. number, held: of `first_page` and `ask_for_first`."""
+    at, stop = part_of(a)
     while (at < stop) & ok:
         request = _request_at(a, prefix, at)
         start = uniform(prefix.load(fx.Int32, offset=request * 4))
         after = uniform(prefix.load(fx.Int32, offset=request * 4 + 4))
-        begin, stop_here = at - start, fx.min(after, stop) - start
+        end = fx.min(after, stop)
+        # The wave's first block of a later request; without one its last block comes again, from
+        # a cache.
+        beyond = at + (end - at + (SCORE_WAVES - 1)) // SCORE_WAVES * SCORE_WAVES
+        beyond = (beyond < stop).select(beyond, beyond - SCORE_WAVES)
+        _, _, number_beyond = _block_at(a, cache, prefix, beyond)
         own, ok = _columns(a, cache, request)
         if ok:
             sent = _destinations(a, own)
             table_row = fx.Int64(request) * (fx.Int64(cache.table_row) * 4)
             table_row = global_bytes(cache.block_table).at(table_row)
-            for k in range(begin + wave_id(), stop_here, SCORE_WAVES):
-                k = fx.Int32(k)
+            for place in range(at, end, SCORE_WAVES):
+                k = fx.Int32(place) - start
                 block = k * a.ranks + a.rank
-                scores = block_scores(cache, keys, own, table_row, block, masked=False)
+                more = k + SCORE_WAVES < end - start
+                later = more.select(block + SCORE_WAVES * a.ranks, block)
+                following = table_row.uniform(fx.Int32, offset=fx.Int64(later) * 4)
+                following = more.select(following, number_beyond)
+                best, held = block_ahead(
+                    keys, page_of(cache, number), held, own.queries, page_of(cache, following)
+                )
+                scores = scores_of(cache, number, best, own)
+                number = following
                 for column in fx.range_constexpr(a.build.tiles):
                     key = order_key(scores[column], fx.Boolean(True))
                     _deliver(a, own.owned[column], sent[column], block, k, key)
-        at = start + stop_here
+        at = at + (end - at + (SCORE_WAVES - 1)) // SCORE_WAVES * SCORE_WAVES
     return ok
 
 
@@ -166,15 +226,26 @@ def send_candidates(a, prefix, ok):
 @flyc.jit
 def _best_of_kept(a, kept, begin, stop):
     """The `topk` best of this rank's blocks [begin, stop) of one (row, head): (key, k) by lane."""
-    lane = lane_id()
-    best_key, best_k = fx.Uint32(ABSENT), fx.Int32(-1)
+    best_key, best_k, best = fx.Uint32(ABSENT), fx.Int32(-1), topk_rows.no_pairs()
     for first in range(begin, stop, WAVE * KEYS_AT_ONCE):
-        keys, ids = [best_key], [best_k]
-        for r in fx.range_constexpr(KEYS_AT_ONCE):
-            k = fx.Int32(first) + lane + WAVE * r
-            here = k < stop
-            key = kept.load(fx.Uint32, offset=fx.Int64(here.select(k, begin)) * 4)
-            keys.append(here.select(key, fx.Uint32(ABSENT)))
-            ids.append(k)
-        best_key, best_k = top_candidates(keys, ids, a.build.topk)
+        keys, ids = _keys_of_lanes(kept, fx.Int32(first), begin, stop)
+        if fx.const_expr(a.build.topk <= ROW):
+            best = topk_rows.merge_all([*topk_rows.sorted_rows(keys, ids), best])
+        else:
+            keys, ids = [best_key, *keys], [best_k, *ids]
+            best_key, best_k = top_candidates(keys, ids, a.build.topk)
+    if fx.const_expr(a.build.topk <= ROW):
+        best_key, best_k = topk_rows.best_of_rows(best)
     return best_key, best_k
+
+
+def _keys_of_lanes(kept, first, begin, stop):
+    """(keys, k) of KEYS_AT_ONCE registers: blocks `first` and on, ABSENT from `stop` on."""
+    keys, ids = [], []
+    for r in range(KEYS_AT_ONCE):
+        k = first + lane_id() + WAVE * r
+        here = k < stop
+        key = kept.load(fx.Uint32, offset=fx.Int64(here.select(k, begin)) * 4)
+        keys.append(here.select(key, fx.Uint32(ABSENT)))
+        ids.append(k)
+    return keys, ids

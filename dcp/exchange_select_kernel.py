@@ -8,10 +8,10 @@ import flydsl.expr as fx
 from dcp.exchange_places_kernel import RESULT_TIMES, owned_blocks, result_at, row_range
 from dcp.mailbox_layout import WORD
 from dcp.shard import Site
-from rocm_msa.device import mailbox
+from rocm_msa.device import mailbox, topk_rows
 from rocm_msa.device.memory import global_address
 from rocm_msa.device.topk import ABSENT, top_candidates
-from rocm_msa.device.wave import WAVE, lane_id, uniform, wave_id
+from rocm_msa.device.wave import ROW, WAVE, lane_id, uniform, wave_id
 from rocm_msa.ops.flydsl_host import SCORE_WAVES
 
 SCORES_AT_ONCE = 2  # registers of a lane that selects among all ranks' scores
@@ -71,6 +71,9 @@ def _merge_candidates(a, own, row, init, last):
         for some, key in zip(wanted[::2], found[::2], strict=True)
     ]
     ids = [fx.Int32(word) for word in found[1::2]]
+    if fx.const_expr(topk == ROW):
+        # A row of lanes is what one rank sent, in rank order.
+        return topk_rows.best_of_rows(topk_rows.merge_all(topk_rows.lists(keys, ids)))[1], ok
     _, best = top_candidates(keys, ids, topk)
     return best, ok
 
@@ -79,7 +82,7 @@ def _merge_candidates(a, own, row, init, last):
 def _merge_scores(a, own, row, init, last):
     """(rank-ordered ids by lane, whether all came) of all blocks' scores."""
     lane, ok = lane_id(), fx.Boolean(True)
-    best_key, best = fx.Uint32(ABSENT), fx.Int32(-1)
+    best_key, best, rows = fx.Uint32(ABSENT), fx.Int32(-1), topk_rows.no_pairs()
     for first in range(init, last, WAVE * SCORES_AT_ONCE):
         places, wanted, peers, ids = [], [], [], []
         for r in fx.range_constexpr(SCORES_AT_ONCE):
@@ -97,5 +100,10 @@ def _merge_scores(a, own, row, init, last):
             keys = [
                 here.select(key, fx.Uint32(ABSENT)) for here, key in zip(wanted, found, strict=True)
             ]
-            best_key, best = top_candidates([best_key, *keys], [best, *ids], a.build.topk)
+            if fx.const_expr(a.build.topk <= ROW):
+                rows = topk_rows.merge_all([*topk_rows.sorted_rows(keys, ids), rows])
+            else:
+                best_key, best = top_candidates([best_key, *keys], [best, *ids], a.build.topk)
+    if fx.const_expr(a.build.topk <= ROW):
+        _, best = topk_rows.best_of_rows(rows)
     return best, ok

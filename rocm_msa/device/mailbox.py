@@ -52,11 +52,22 @@ def generation(state: fx.Int64, offset: int) -> fx.Int64:
 
     Writer: the launch before; in this one, its last workgroup, when all others are through.
     """
-    return _uniform64(_load(global_address(state).at(offset), _AGENT))
+    return in_scalars(generation_word(state, offset))
+
+
+def generation_word(state: fx.Int64, offset: int) -> fx.Int64:
+    """The same, loaded and not waited for: to be given to `in_scalars` when it is needed."""
+    return _load(global_address(state).at(offset), _AGENT)
 
 
 def mailbox_of(end, peer) -> Bytes:
-    """The mailbox of a rank that may differ by lane; of `ranks`: the host's word."""
+    """The mailbox of a rank that may differ by lane; of `ranks`: the host's word.
+
+    Of an int, its address comes by a scalar load, which waits for no store that is under way.
+    """
+    if isinstance(peer, int):
+        addresses = global_address(end.addresses)
+        return global_address(addresses.uniform(fx.Int64, offset=peer * WORD))
     peer = fx.Int32(peer)
     return global_address(
         global_address(end.addresses).load(fx.Int64, offset=fx.Int64(peer) * WORD)
@@ -112,10 +123,16 @@ def collect(end, places, wanted, peers, site, times):
     return [payload[i] for i in range(len(places))], there
 
 
+def error_words(end) -> fx.Int64:
+    """In lane p this rank's error word and the one that rank p has sent, as one: 0 for none."""
+    return _reported(end) | _load(_state(end, end.places.error), _AGENT)
+
+
 @flyc.jit
-def hear(end):
-    """Whether this rank or a peer has an error, which then is this rank's too."""
-    heard = _heard(end)
+def hear(end, words):
+    """Whether this rank or a peer has an error, which then is this rank's too; words: of
+    `error_words`."""
+    heard = _nobody(words != 0) == False  # noqa: E712
     if heard:
         fail(end, 0, fx.Int32(0))
     return heard
@@ -247,8 +264,7 @@ def _reported(end) -> fx.Int64:
 
 def _heard(end) -> fx.Boolean:
     """Whether this rank has an error or a peer has sent one."""
-    mine = _load(_state(end, end.places.error), _AGENT)
-    return _nobody((_reported(end) | mine) != 0) == False  # noqa: E712
+    return _nobody(error_words(end) != 0) == False  # noqa: E712
 
 
 def _nobody(condition: fx.Boolean) -> fx.Boolean:
@@ -276,7 +292,8 @@ def _lane64(value: fx.Int64, lane: fx.Int32) -> fx.Int64:
     return (fx.Int64(high) << 32) | fx.Int64(fx.Uint32(low))
 
 
-def _uniform64(value: fx.Int64) -> fx.Int64:
+def in_scalars(value: fx.Int64) -> fx.Int64:
+    """The first active lane's value in scalar registers."""
     low, high = uniform(fx.Int32(value)), uniform(fx.Int32(value >> 32))
     return (fx.Int64(high) << 32) | fx.Int64(fx.Uint32(low))
 

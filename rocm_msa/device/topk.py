@@ -70,7 +70,7 @@ def top_candidates(keys, ids, count):
         (key, id): lane i holds those of rank i; ABSENT and -1 from where no element is left.
     """
     best_key, best_id = fx.Uint32(ABSENT), fx.Int32(-1)
-    pairs = _sorted([_pair(key, one) for key, one in zip(keys, ids, strict=True)])
+    pairs = _sorted([pair_of(key, one) for key, one in zip(keys, ids, strict=True)])
     left = fx.Vector.from_elements(pairs, fx.Uint64)
     for rank in range(0, count, 1):  # a loop at run time: unrolled it would be most of a kernel
         high, low = fx.Uint32(left[0] >> 32), fx.Uint32(left[0])
@@ -95,11 +95,18 @@ def top_candidates(keys, ids, count):
     return best_key, best_id
 
 
-def _pair(key: fx.Uint32, one: fx.Int32) -> fx.Uint64:
+def pair_of(key: fx.Uint32, one: fx.Int32) -> fx.Uint64:
     """Key and id as one number that orders like the rank; ABSENT for an absent key."""
     low = fx.Uint32(fx.Int32(_LARGEST_ID) - one)
     low = (key != fx.Uint32(ABSENT)).select(low, fx.Uint32(0))
     return (fx.Uint64(key) << 32) | fx.Uint64(low)
+
+
+def pair_parts(pair: fx.Uint64):
+    """(key, id) of `pair_of`; ABSENT and -1 for no pair."""
+    key = fx.Uint32(pair >> 32)
+    one = fx.Int32(_LARGEST_ID) - fx.Int32(fx.Uint32(pair))
+    return key, (key != fx.Uint32(ABSENT)).select(one, fx.Int32(-1))
 
 
 def _sorted(values: list) -> list:

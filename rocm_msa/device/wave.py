@@ -14,8 +14,9 @@ from flydsl.expr import rocdl
 WAVE = 64
 ROW = 16
 # DPP controls that exchange lanes within a row, and between them reach all 16.
-_QUAD_SWAP_1, _QUAD_SWAP_2 = 0xB1, 0x4E  # quad_perm [1, 0, 3, 2] and [2, 3, 0, 1]
-_HALF_MIRROR, _MIRROR = 0x141, 0x140
+QUAD_SWAP_1, QUAD_SWAP_2 = 0xB1, 0x4E  # quad_perm [1, 0, 3, 2] and [2, 3, 0, 1]
+QUAD_MIRROR, HALF_MIRROR, MIRROR = 0x1B, 0x141, 0x140  # of 4, 8, 16 lanes
+ROW_SWAP_8 = 0x128  # row_ror:8
 # DPP control and row mask: lanes 1, 2, 4, 8 before in a row, then the last lane of the rows before.
 TO_LATER_LANES = ((0x111, 15), (0x112, 15), (0x114, 15), (0x118, 15), (0x142, 0xA), (0x143, 0xC))
 
@@ -134,8 +135,8 @@ def column_reduce(x, combine):
 
 def row_reduce(x, combine):
     """Combine the 16 lanes of a row, in all of them; `combine` commutes and associates."""
-    for control in (_QUAD_SWAP_1, _QUAD_SWAP_2, _HALF_MIRROR, _MIRROR):
-        x = combine(x, _dpp(x, control))
+    for control in (QUAD_SWAP_1, QUAD_SWAP_2, HALF_MIRROR, MIRROR):
+        x = combine(x, dpp(x, control))
     return x
 
 
@@ -168,23 +169,33 @@ def inclusive_sum(x: fx.Int32) -> fx.Int32:
     return x
 
 
-def _f32(intrinsic: str, x: fx.Float32) -> fx.Float32:
-    return fx.Float32(llvm.call_intrinsic(fx.Float32.ir_type, intrinsic, [x.ir_value()], [], []))
-
-
-def _dpp(x, control: int):
+def dpp(x, control: int):
+    """The value of the lane that a DPP control names, for 32 bits."""
     kind, bits = x.dtype, x.bitcast(fx.Int32).ir_value()
     moved = rocdl.update_dpp(fx.Int32.ir_type, bits, bits, control, 0xF, 0xF, True)
     return fx.Int32(moved).bitcast(kind)
 
 
+def swap_rows(x, rows: int):
+    """(a, b): in every lane the values of the lower and the upper of two halves, 32 bits.
+
+    The halves are `rows` rows each, 1 or 2, side by side: v_permlane16_swap or v_permlane32_swap of
+    x with itself.
+    """
+    swap = {1: rocdl.permlane16_swap, 2: rocdl.permlane32_swap}[rows]
+    kind, bits = x.dtype, x.bitcast(fx.Int32).ir_value()
+    pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
+    both = swap(pair, bits, bits, False, False)
+    word = fx.Int32.ir_type
+    a, b = (fx.Int32(llvm.extractvalue(word, both, [i])).bitcast(kind) for i in (0, 1))
+    return a, b
+
+
+def _f32(intrinsic: str, x: fx.Float32) -> fx.Float32:
+    return fx.Float32(llvm.call_intrinsic(fx.Float32.ir_type, intrinsic, [x.ir_value()], [], []))
+
+
 def _across_rows(x, combine):
-    """v_permlane32_swap and v_permlane16_swap of x with itself: the two halves side by side."""
-    for swap in (rocdl.permlane32_swap, rocdl.permlane16_swap):
-        kind, bits = x.dtype, x.bitcast(fx.Int32).ir_value()
-        pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
-        both = swap(pair, bits, bits, False, False)
-        word = fx.Int32.ir_type
-        a, b = (fx.Int32(llvm.extractvalue(word, both, [i])).bitcast(kind) for i in (0, 1))
-        x = combine(a, b)
+    for rows in (2, 1):
+        x = combine(*swap_rows(x, rows))
     return x

@@ -39,6 +39,8 @@ TOKEN_TILES = BLOCK_TOKENS // TILE
 NONE = float("-inf")
 # Tiles whose bytes are asked for together: what a lane holds of them fits in 64 registers.
 TILES_AT_ONCE = {"nvfp4": 8, "fp8": 8, "bf16": 4}
+# Tiles that a wave has asked for ahead: up to 40 registers beside those of any four column tiles.
+TILES_AHEAD = {"nvfp4": 8, "fp8": 4, "bf16": 2}
 
 
 class Keys:
@@ -56,15 +58,36 @@ class Keys:
 
     def load(self, page: Bytes, tile: int):
         """The bytes of tile `tile`: data as 16-byte vectors, and the scales."""
-        part = self.token_bytes * DIMS // HEAD_DIM
-        at = self.data + tile * TILE * self.token_bytes
-        place = page.at(self.token * self.token_bytes + self.group * part)
-        data = [place.load(fx.Uint32, 4, offset=at + 16 * i, align=16) for i in range(part // 16)]
+        data = self._data(page, tile)
         if self.kind != "nvfp4":
             return data, None
         at = self.scales + tile * TILE * self.scale_bytes
         place = page.at(self.token * self.scale_bytes + self.group * 2)
         return data, fx.Uint32(place.load(fx.Uint16, offset=at))
+
+    def load_words(self, page: Bytes, tile: int) -> list:
+        """The same as a flat list of words, to be kept in registers: no bit of them is touched, so
+        that nothing waits for them before they are used."""
+        words = [vector[i] for vector in self._data(page, tile) for i in range(4)]
+        if self.kind == "nvfp4":
+            at = self.scales + tile * TILE * self.scale_bytes
+            place = page.at(self.token * self.scale_bytes + self.group // 2 * 4)
+            words.append(place.load(fx.Uint32, offset=at))
+        return words
+
+    def of_words(self, words: list):
+        """What `load` gives, of `load_words`."""
+        count = self.token_bytes * DIMS // HEAD_DIM // 4
+        data = [fx.Vector.from_elements(words[i : i + 4], fx.Uint32) for i in range(0, count, 4)]
+        if self.kind != "nvfp4":
+            return data, None
+        return data, words[count] >> fx.Uint32(self.group % 2 * 16)
+
+    def _data(self, page: Bytes, tile: int) -> list:
+        part = self.token_bytes * DIMS // HEAD_DIM
+        at = self.data + tile * TILE * self.token_bytes
+        place = page.at(self.token * self.token_bytes + self.group * part)
+        return [place.load(fx.Uint32, 4, offset=at + 16 * i, align=16) for i in range(part // 16)]
 
     def operands(self, loaded) -> list:
         """One operand of 32 E4M3 bytes, or four of 8 bf16 values."""
@@ -102,25 +125,64 @@ def _product(kind: str, keys: list, columns: list):
 
 
 def _block(keys: Keys, page: Bytes, queries: list, live: list | None) -> list:
-    """Scores of one block for this lane's column of each tile; `live`: tokens that count, or all.
-
-    A NaN stays one: fx.maximumf propagates it.
-    """
+    """Scores of one block for this lane's column of each tile; live: tokens that count, or all."""
     best = [fx.Float32(NONE) for _ in queries]
     step = TILES_AT_ONCE[keys.kind]
     for first in range(0, TOKEN_TILES, step):
         loaded = [keys.load(page, tile) for tile in range(first, first + step)]
         for tile, raw in enumerate(loaded, first):
-            operands = keys.operands(raw)
-            for column, query in enumerate(queries):
-                product = _product(keys.kind, operands, query)
-                for r in range(4):
-                    score = product[r]
-                    if live is not None:
-                        seen = live[column] > tile * TILE + r
-                        score = seen.select(score, fx.Float32(NONE))
-                    best[column] = fx.Float32(fx.maximumf(best[column], score))
+            best = _tile(keys, raw, queries, best, live, tile)
     return [fx.Float32(column_reduce(x, fx.maximumf)) for x in best]
+
+
+def _tile(keys: Keys, raw, queries: list, best: list, live: list | None, tile: int) -> list:
+    """The maxima so far and those of one tile of tokens. A NaN stays one: fx.maximumf propagates
+    it."""
+    operands, best = keys.operands(raw), list(best)
+    for column, query in enumerate(queries):
+        product = _product(keys.kind, operands, query)
+        for r in range(4):
+            score = product[r]
+            if live is not None:
+                seen = live[column] > tile * TILE + r
+                score = seen.select(score, fx.Float32(NONE))
+            best[column] = fx.Float32(fx.maximumf(best[column], score))
+    return best
+
+
+def asked_for(keys: Keys, page: Bytes) -> fx.Vector:
+    """The first TILES_AHEAD tiles of a page, as `block_ahead` takes them."""
+    return _flat([keys.load_words(page, tile) for tile in range(TILES_AHEAD[keys.kind])])
+
+
+def nothing_asked_for(keys: Keys) -> fx.Vector:
+    """A value of the same type."""
+    count = TILES_AHEAD[keys.kind] * (keys.token_bytes + keys.scale_bytes * 2) // 16
+    return fx.Vector.from_elements([fx.Uint32(0)] * count, fx.Uint32)
+
+
+def block_ahead(keys: Keys, page: Bytes, held: fx.Vector, queries: list, following: Bytes):
+    """(the maxima of a block's products for the lane's columns, `held` of the page `following`).
+
+    held: of `asked_for(keys, page)`. Whenever a tile has been used, its place takes the tile that
+    is TILES_AHEAD further on: the memory is never without a request of this wave.
+    """
+    step = TILES_AHEAD[keys.kind]
+    count = held.numel // step
+    tiles = [[held[at + i] for i in range(count)] for at in range(0, held.numel, count)]
+    best = [fx.Float32(NONE) for _ in queries]
+    for tile in range(TOKEN_TILES):
+        raw = keys.of_words(tiles[tile % step])
+        best = _tile(keys, raw, queries, best, None, tile)
+        here = tile + step < TOKEN_TILES
+        later = tile + step if here else tile + step - TOKEN_TILES
+        tiles[tile % step] = keys.load_words(page if here else following, later)
+    found = [fx.Float32(column_reduce(x, fx.maximumf)) for x in best]
+    return found, _flat(tiles)
+
+
+def _flat(tiles: list) -> fx.Vector:
+    return fx.Vector.from_elements([word for words in tiles for word in words], fx.Uint32)
 
 
 @flyc.jit
@@ -171,12 +233,19 @@ def block_scores(
 ) -> list:
     """Scores of one block for the lane's columns, one a tile of columns."""
     number = table_row.uniform(fx.Int32, offset=fx.Int64(block) * a.table_column * 4)
-    known = (number >= 0) & (number < a.num_pages)
-    page = known.select(number, fx.Int32(0))
-    page = global_bytes(a.pages).at(fx.Int64(page) * a.block_stride)
     live = [limit - block * BLOCK_TOKENS for limit in own.limits] if masked else None
-    best = _block(keys, page, own.queries, live)
-    # A table entry that names no page scores nothing.
+    return scores_of(a, number, _block(keys, page_of(a, number), own.queries, live), own)
+
+
+def page_of(a: SimpleNamespace, number: fx.Int32) -> Bytes:
+    """The page that a table entry names; page 0 where it names none."""
+    page = (fx.Uint32(number) < fx.Uint32(a.num_pages)).select(number, fx.Int32(0))
+    return global_bytes(a.pages).at(fx.Int64(page) * a.block_stride)
+
+
+def scores_of(a: SimpleNamespace, number: fx.Int32, best: list, own: SimpleNamespace) -> list:
+    """Scores of maxima; a table entry that names no page scores nothing."""
+    known = fx.Uint32(number) < fx.Uint32(a.num_pages)
     return [
         known.select(score * factor, fx.Float32(NONE))
         for score, factor in zip(best, own.factors, strict=True)

@@ -111,9 +111,8 @@ MUTANTS = [
            "Readers: all waves.\n    fx.barrier()\n", "Readers: all waves.\n"),
     Mutant("ranks select in spite of an error", SELECT,
            "ok.select(ranked, fx.Int32(-1))", "ranked"),
-    Mutant("ties go to any block", "rocm_msa/device/topk.py",
-           "first = first & (low == _wave_max(first.select(low, fx.Uint32(0))))",
-           "first = first & (low != fx.Uint32(0))",
+    Mutant("ties go to any block", "rocm_msa/device/topk_rows.py",
+           "(pair < other)", "(fx.Uint32(pair >> 32) < fx.Uint32(other >> 32))",
            case=Case(lens=(128 * 70, 128 * 19), content="ties")),
 ]  # fmt: skip
 

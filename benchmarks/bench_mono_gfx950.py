@@ -10,10 +10,12 @@ One rank's share of MiniMax-M3 at TP 4 on 256 workgroups. The time of a phase is
     memory     the bytes that it must move (mono_kernel/plan.py, weights.py) over 8 TB/s
     unit       what the lanes of the busiest compute unit ask for, 64 bytes a cycle
     latency    LATENCY, however little moves
-plus HAND_OFF for the meeting of the grid behind it and, where ranks add up, EXCHANGE and the bytes
-over one fabric link. LATENCY, HAND_OFF and EXCHANGE are ASSUMED, after public figures of memory
-latency (0.7 to 0.8 us); nobody has measured them here. Instructions are left out: --emulate counts
-them.
+plus HAND_OFF for the meeting of the grid behind it, where there is one, and, where ranks add up,
+EXCHANGE and the bytes over one fabric link. Weights that are asked for ahead (mono_kernel/phases/
+ahead.py) cost their phase nothing as far as they fit into the meeting, or norm, that they are
+asked for behind. LATENCY, HAND_OFF and EXCHANGE are ASSUMED, after public figures of memory latency
+(0.7 to 0.8 us); nobody has measured them here. Instructions are left out: --emulate counts them.
+--without NAMES leaves improvements out of the model: ahead, norm, join, insert.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ LAYOUTS = {
     "nvfp4": Formats("mxfp8", "nvfp4", "mxfp8"),
 }
 SCRATCH = 5  # among the kernel's arguments
+IMPROVEMENTS = ("ahead", "norm", "join", "insert")
 FAST = Schedule("round_robin", 0, (100_000, 100_000))
 
 
@@ -145,29 +148,57 @@ def phase_bytes(shape: Shape, rows: int, context: int, experts: int) -> dict[str
     }
 
 
-def phase_rows(layout: str, rows: int, context: int, experts: int) -> tuple[list[dict], int]:
+def asked_ahead(shape: Shape, experts: int) -> dict[str, int]:
+    """phase -> bytes of its weights that ahead.py asks for behind the phase before."""
+    s, tiles = shape, shape.hidden // TILE
+    down = min(experts, plan.AHEAD_EXPERTS) * tile_bytes(s.routed_format, s.intermediate)
+    shared_up = shared_down = 0
+    if s.shared:
+        shared_up = 2 * tile_bytes(s.shared_format, s.hidden) * (s.shared // TILE)
+        shared_down = tile_bytes(s.shared_format, s.shared)
+    return {
+        "project": tile_bytes(s.attention_format, s.hidden) * (s.features // TILE),
+        "output": tile_bytes(s.attention_format, s.attended) * tiles,
+        "route": 4 * s.experts * s.hidden,
+        "up": shared_up,
+        "down": (down + shared_down) * tiles,
+    }
+
+
+def phase_rows(
+    layout: str, rows: int, context: int, experts: int, without: tuple[str, ...] = ()
+) -> tuple[list[dict], int]:
     """(a row of the table a phase, MODELLED; bytes that must be moved: weights and caches)."""
-    shape, found = shape_of(layout), []
-    counts = phase_bytes(shape, rows, context, experts)
-    for number, name in enumerate(plan.PHASE_NAMES):
+    shape, found, before = shape_of(layout), [], 0.0
+    counts, ahead = phase_bytes(shape, rows, context, experts), asked_ahead(shape, experts)
+    merged = {n for n, yes in plan.in_place(shape, rows, 1).items() if yes and n not in without}
+    if "norm" not in merged:
+        del ahead["project"]
+    for name in plan.PHASE_NAMES:
         tasks, moved, asked = counts[name]
         rounds = -(-tasks // GFX950.compute_units)
+        if name in merged - {"insert"}:  # all rows, in every workgroup
+            rounds = tasks
+        early = 0 if "ahead" in without else ahead.get(name, 0)
         parts = {
-            "memory": moved / GFX950.hbm_bytes_per_s,
+            "memory": (moved - min(early, before * GFX950.hbm_bytes_per_s))
+            / GFX950.hbm_bytes_per_s,
             "unit": rounds * asked / (UNIT_BYTES_A_CYCLE * GFX950.clock_hz),
             "latency": LATENCY,
         }
         seconds, exchange = max(parts.values()), 0
-        if number < plan.HAND_OFFS:
-            seconds += HAND_OFF
+        before = seconds
+        if name not in merged and name != plan.PHASE_NAMES[-1]:
+            seconds, before = seconds + HAND_OFF, HAND_OFF
         if name in plan.SITES:
-            # The batch's rows, and one more in turns.
-            exchange = min(rows + 1, TILE) * shape.hidden * plan.WORD_BYTES
+            # The batch's rows, and a tile of one more in turns.
+            exchange = (rows * shape.hidden + TILE) * plan.WORD_BYTES
             seconds += EXCHANGE + exchange / GFX950.fabric_link_bytes_per_s
         found.append(
             {
                 "phase": name, "tasks": tasks, "bytes": moved, "asked": asked,
                 "exchange": exchange, "bound": max(parts, key=parts.get), "us": seconds * 1e6,
+                "meets": name not in merged,
                 "parts": {k: v * 1e6 for k, v in parts.items()},
             }
         )  # fmt: skip
@@ -185,11 +216,13 @@ def show(rows: int, experts: int, table: list[dict], least: int) -> None:
         )
     total = sum(r["us"] for r in table)
     floor = least / GFX950.hbm_bytes_per_s * 1e6
-    fixed = plan.HAND_OFFS * HAND_OFF + len(plan.SITES) * EXCHANGE
+    meetings = sum(r["meets"] for r in table[:-1])
+    fixed = meetings * HAND_OFF + len(plan.SITES) * EXCHANGE
     print(f"{'layer':9}{'':7}{sum(r['bytes'] for r in table) / 1e6:9.2f}{'':11}{total:8.2f}")
     print(
-        f"{least / 1e6:.2f} MB of weights and caches: {floor:.2f} us at 8 TB/s; hand-offs "
-        f"{fixed * 1e6:.1f} us; reported for another engine, one row: {PUBLIC} us"
+        f"{least / 1e6:.2f} MB of weights and caches: {floor:.2f} us at 8 TB/s; {meetings} "
+        f"meetings and 2 exchanges {fixed * 1e6:.1f} us; reported for another engine, one row: "
+        f"{PUBLIC} us"
     )
 
 
@@ -209,14 +242,19 @@ def plot(results: dict[int, list[dict]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 3))
     left = dict.fromkeys(results, 0.0)
-    for name in plan.PHASE_NAMES:
+    labels = [f"{n} row" if n == 1 else f"{n} rows" for n in results]
+    colors = plt.get_cmap("tab10").colors
+    for name, color in zip(plan.PHASE_NAMES, colors, strict=True):
         us = [next(r["us"] for r in table if r["phase"] == name) for table in results.values()]
-        axes.barh([f"{n} rows" for n in results], us, left=list(left.values()), label=name)
+        axes.barh(labels, us, left=list(left.values()), label=name, color=color)
         left = {n: left[n] + u for n, u in zip(results, us, strict=True)}
-    axes.set_xlabel("us a layer, modelled")
+    for label, total in zip(labels, left.values(), strict=True):
+        axes.text(total, label, f" {total:.1f}", va="center", fontsize=8)
+    axes.set_xlim(0, 1.15 * max(left.values()))
+    axes.set_xlabel("us a layer on a TP 4 rank of MI355X, MODELLED; meetings with the phase before")
     axes.legend(ncol=5, fontsize=7)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
@@ -225,6 +263,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="mxfp8")
     parser.add_argument("--emulate", action="store_true")
+    parser.add_argument("--without", default="", help=f"of {', '.join(IMPROVEMENTS)}")
     parser.add_argument("--weights", action="store_true", help="error of weight formats only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -233,11 +272,14 @@ def main() -> None:
         for name, error in format_errors().items():
             print(f"{name:16}{error:8.4f}")
         return
+    without = tuple(name for name in options.without.split(",") if name)
+    if unknown := set(without) - set(IMPROVEMENTS):
+        parser.error(f"--without: expected some of {IMPROVEMENTS}, got {sorted(unknown)}")
     results = {}
     for rows in (int(n) for n in options.rows.split(",")):
         shape = shape_of(options.layout)
         experts = round(shape.experts * (1 - (1 - shape.chosen / shape.experts) ** rows))
-        results[rows], least = phase_rows(options.layout, rows, options.context, experts)
+        results[rows], least = phase_rows(options.layout, rows, options.context, experts, without)
         show(rows, experts, results[rows], least)
         if options.emulate:
             show_counts(Build.from_shape(shape), rows, options.context)

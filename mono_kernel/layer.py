@@ -10,9 +10,11 @@ import flydsl.expr as fx
 from mono_kernel import plan
 from mono_kernel.faults import meeting_site
 from mono_kernel.layer_gfx950 import Build
+from mono_kernel.phases.ahead import BEHIND
 from mono_kernel.phases.attend import attend, load_main_table
 from mono_kernel.phases.choose import VERDICT_AT
 from mono_kernel.phases.context import Context
+from mono_kernel.phases.deal import deal, deal_from_the_end, run_if
 from mono_kernel.phases.experts import down, up
 from mono_kernel.phases.insert import insert
 from mono_kernel.phases.join import join
@@ -35,21 +37,18 @@ _MEET_TIMES = 2 * (TIMES + mailbox.MORE_TIMES)
 
 
 @flyc.jit
-def deal(ctx, phase, count):
-    """The workgroup's tasks of a phase."""
-    for task in range(ctx.workgroup, count, ctx.workgroups):
-        phase(ctx, fx.Int32(task))
-
-
-@flyc.jit
-def meet(ctx, number, well):
+def meet(ctx, number, well, wanted):
     """The grid meets behind phase `number`: what any workgroup stored before may be loaded after.
+
+    Meanwhile the waves that do not wait ask for weights (ahead.py). Where it is not `wanted`,
+    nothing happens.
 
     Returns:
         whether all came, the same in all waves: a workgroup goes on or gives up as a whole.
     """
     end, verdict = ctx.a, ctx.list.at(VERDICT_AT)
-    if well:
+    ask = BEHIND.get(plan.PHASE_NAMES[number], lambda ctx: None)
+    if well & wanted:
         flags = global_address(end.state).at(
             end.places.flags + number * (plan.MAX_WORKGROUPS * mailbox.WORD)
         )
@@ -59,16 +58,12 @@ def meet(ctx, number, well):
                 end, flags, fx.Int32(0), ctx.workgroups - 1, meeting_site(number), _MEET_TIMES
             )
             verdict.store(there.select(fx.Int32(1), fx.Int32(0)))
+        else:
+            ask(ctx)
         # Writer: wave 0, whose fence emptied this unit's cache for all. Readers: all waves.
         fx.barrier()
         well = uniform(verdict.load(fx.Int32)) != 0
     return well
-
-
-@flyc.jit
-def run_if(well, phase):
-    if well:
-        phase()
 
 
 def _context(build: Build, a: SimpleNamespace) -> Context:
@@ -88,21 +83,25 @@ def _run(build: Build, a: SimpleNamespace) -> None:
     tiles = fx.Int32(build.hidden // TILE)
     phases = {
         "norm": lambda: deal(ctx, norm, ctx.rows),
-        "project": lambda: deal(ctx, project, fx.Int32(build.features // TILE)),
-        "insert": lambda: deal(ctx, insert, tokens * groups),
+        "project": lambda: project(ctx),
+        "insert": lambda: deal_from_the_end(ctx, insert, tokens * groups),
         "score": lambda: score(ctx),
         "attend": lambda: (load_main_table(ctx), deal(ctx, attend, slots)),
         "join": lambda: deal(ctx, join, ctx.rows),
-        "output": lambda: deal(ctx, output, tiles),
+        "output": lambda: output(ctx),
         "route": lambda: deal(ctx, route, ctx.rows + build.experts),
         "up": lambda: up(ctx),
         "down": lambda: deal(ctx, down, tiles),
     }
     well = fx.Boolean(True)
-    for number in range(build.phases):
+    always = fx.Boolean(True)
+    in_place = {name: ctx.in_place.get(name, ~always) for name in plan.PHASE_NAMES}
+    for number, name in enumerate(plan.PHASE_NAMES[: build.phases]):
         if number:
-            well = meet(ctx, number - 1, well)
-        run_if(well, phases[plan.PHASE_NAMES[number]])
+            well = meet(ctx, number - 1, well, ~in_place[plan.PHASE_NAMES[number - 1]])
+        # What the next phase does for itself is no phase of its own.
+        run = well & ~in_place[name] if name in ("norm", "join") else well
+        run_if(run, phases[name])
     mailbox.arrive(ctx.a, ctx.workgroups)
 
 

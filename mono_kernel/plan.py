@@ -36,6 +36,8 @@ PARTIAL_BYTES = 2 * GROUP * HEAD_DIM  # fp16, of a page and row: ops/flydsl_part
 TABLE_BYTES = 2048
 V_BYTES = 19456  # of a page in LDS, see rocm_msa/ops/flydsl_page.py
 LISTS_BYTES = 1024  # of the selection: a list of keys and of ids a wave, then ids a wave
+AHEAD_EXPERTS = 8  # most experts whose next tiles are asked for ahead
+FEW = 2  # rows, or (row, KV head) pairs, up to which every workgroup makes operands for itself
 
 INPUTS = ("hidden", "residual", "weights", "main_cache", "index_cache", "batch")
 OUTPUTS = ("hidden_out", "residual_out")
@@ -75,7 +77,8 @@ PHASES = (
         ("projected", "weights", "batch"),
         ("q", "index_q", "main_cache", "index_cache"),
     ),
-    Phase("score", None, ("index_q", "index_cache", "batch"), ("scores",)),
+    # From `projected`, not from `index_q`: for requests of one row no meeting lies between.
+    Phase("score", None, ("projected", "weights", "index_cache", "batch"), ("scores", "own_q")),
     Phase(
         "attend",
         lambda s, rows: s.kv_heads * rows * (s.topk // SLOTS_A_TASK),
@@ -110,6 +113,19 @@ PHASES = (
 )
 HAND_OFFS = len(PHASES) - 1
 PHASE_NAMES = tuple(phase.name for phase in PHASES)
+
+
+def in_place(shape: Shape, rows, rows_per_request) -> dict:
+    """phase -> whether no meeting of the grid follows it; ints, or values of a kernel.
+
+    norm, join: every workgroup of the next phase does it for itself, in LDS. insert: a request's
+    only new key lies in its newest block, which is kept without a score.
+    """
+    return {
+        "norm": rows <= FEW,
+        "join": rows * shape.kv_heads <= FEW,
+        "insert": rows_per_request == 1,
+    }
 
 
 def share(count: int, workgroup: int, workgroups: int) -> range:
@@ -150,11 +166,11 @@ def expert_list(chosen: Iterable[Iterable[int]]) -> list[int]:
 
 def up_tasks(shape: Shape, experts: list[int]) -> Iterator[tuple[int, int]]:
     """(expert, tile) in the order of the task numbers; the shared expert is `shape.experts`."""
+    for tile in range(_tiles(shape.shared)):
+        yield shape.experts, tile
     for expert in experts:
         for tile in range(_tiles(shape.intermediate)):
             yield expert, tile
-    for tile in range(_tiles(shape.shared)):
-        yield shape.experts, tile
 
 
 # Memory
@@ -168,6 +184,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     normed_factor     fp32 [rows]                         undoes the scaling of the terms
     projected         bf16 [rows, features]
     q, index_q        bf16 [rows, heads, 128]
+    own_q             bf16 [256 workgroups, rows, index_heads, 128], each its own
     selected          int32 [kv_heads, rows, topk]
     part_x            fp32 [kv_heads, rows, topk, 16]
     part_o            fp16 [kv_heads, rows, topk, 2048] in lane order
@@ -176,7 +193,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     logits            fp32 [rows, experts]
     active            E4M3 [rows, slots, 2, widest]
     chosen            int32 [rows, chosen]; chosen_weights fp32 [rows, chosen]
-    scores            fp32 [index_heads, rows, max_blocks]
+    scores            fp32 [index_heads, rows, max_blocks], of a request's last row's candidates
     """
     check_int("max_blocks", max_blocks, 1)
     s, rows = shape, MAX_ROWS
@@ -188,6 +205,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
         ("projected", 2 * rows * s.features),
         ("q", 2 * rows * s.attended),
         ("index_q", 2 * rows * s.index_heads * HEAD_DIM),
+        ("own_q", 2 * MAX_WORKGROUPS * rows * s.index_heads * HEAD_DIM),
         ("selected", 4 * items),
         ("part_x", 4 * GROUP * items),
         ("part_o", PARTIAL_BYTES * items),
@@ -234,6 +252,7 @@ def lds_layout(shape: Shape) -> Layout:
     work         norms: sums; products: a tile a wave; attention: V of a page a wave, lists
     choice       int32 [rows, 8] experts of the rows, then fp32 [rows, 8] their weights
     list         int32 [256]: experts in use; then their number, the verdict of the last meeting
+    rows         operands of FEW rows, each of 2 bytes a value, then a factor of each
     """
     attention = WAVES * V_BYTES + LISTS_BYTES
     products = WAVES * 2 * TILE * MAX_ROWS * 4
@@ -244,6 +263,7 @@ def lds_layout(shape: Shape) -> Layout:
             ("work", max(attention, products, route)),
             ("choice", 2 * 4 * MAX_ROWS * MAX_CHOSEN),
             ("list", 4 * MAX_EXPERTS + 16),
+            ("rows", FEW * (2 * max(shape.hidden, shape.attended) + 16)),
         ],
         align=16,
     )

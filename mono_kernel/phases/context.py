@@ -17,7 +17,8 @@ class Context:
 
     s: the build. a: the kernel's arguments by name, pointers as addresses, and what
     device/mailbox.py calls `end`: more than there are scalar registers for. rows: of the batch,
-    Int32. workgroup, thread, lane, wave: Int32. table, work, choice, list: LDS, plan.lds_layout.
+    Int32. workgroup, thread, lane, wave: Int32. table, work, choice, list, own: LDS, `own` being
+    `rows` of plan.lds_layout. in_place: plan.in_place of this launch.
     """
 
     def __init__(self, build: Build, a: Scalars) -> None:
@@ -26,9 +27,12 @@ class Context:
         self.workgroup, self.workgroups = fx.Int32(fx.block_idx.x), a.workgroups
         self.thread, self.lane, self.wave = fx.thread_idx.x, lane_id(), wave_id()
         self.rows = a.requests * a.rows_per_request
+        self.in_place = plan.in_place(build, self.rows, a.rows_per_request)
         lds = plan.lds_layout(build)
-        names = ("table", "work", "choice", "list")
-        self.table, self.work, self.choice, self.list = lds_regions(*[lds[n].nbytes for n in names])
+        names = ("table", "work", "choice", "list", "rows")
+        self.table, self.work, self.choice, self.list, self.own = lds_regions(
+            *[lds[n].nbytes for n in names]
+        )
 
     # FlyDSL carries through a loop or branch what a method is called on: nothing here changes.
     def __extract_to_ir_values__(self) -> list:
@@ -41,6 +45,13 @@ class Context:
     def scratch(self, name: str) -> Bytes:
         """A region of scratch."""
         return global_address(self.a.scratch).at(fx.Int64(self._scratch[name].offset))
+
+    def operand(self, name: str, row, size: int, own: bool) -> tuple[Bytes, Bytes]:
+        """A row's operand of `size` values, and its factor: this workgroup's own, or the grid's."""
+        if own:
+            return self.own.at(row * (2 * size)), self.own.at(row * 4 + plan.FEW * 2 * size)
+        place = self.scratch(name).at(fx.Int64(row) * (2 * size))
+        return place, self.scratch(f"{name}_factor").at(row * 4)
 
     def weights(self, name: str) -> Bytes:
         """A region of the layer's weights."""

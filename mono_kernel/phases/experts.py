@@ -34,22 +34,22 @@ def up(ctx):
     row, live, _ = column(ctx)
     tiles = s.intermediate // TILE
     routed = in_use(ctx) * tiles
+    if fx.const_expr(s.shared > 0):
+        shared = Linear.of(ctx, "shared_up", s.shared_format, s.hidden)
+        for tile in range(ctx.workgroup, fx.Int32(s.shared // TILE), ctx.workgroups):
+            tile = fx.Int32(tile)
+            factor = factors(ctx, "shared_factors", fx.Int32(0))
+            _activate(ctx, tile_at(shared, tile * 2), factor, tile, fx.Int32(s.chosen), live)
     linear = Linear.of(ctx, "up", s.routed_format, s.hidden)
-    for task in range(ctx.workgroup, routed, ctx.workgroups):
+    # The task numbers go on after those of the shared expert.
+    first = (ctx.workgroup - s.shared // TILE) % ctx.workgroups
+    first = (first < 0).select(first + ctx.workgroups, first)
+    for task in range(first, routed, ctx.workgroups):
         task = fx.Int32(task)
         expert, tile = listed(ctx, task // tiles), task % tiles
         slot, _, taken = slot_of(ctx, row, expert)
         pair = tile_at(linear, (expert * tiles + tile) * 2)
         _activate(ctx, pair, factors(ctx, "factors", expert), tile, slot, live & taken)
-    if fx.const_expr(s.shared > 0):
-        shared = Linear.of(ctx, "shared_up", s.shared_format, s.hidden)
-        # The task numbers go on after the routed ones.
-        first = (ctx.workgroup - routed) % ctx.workgroups
-        first = (first < 0).select(first + ctx.workgroups, first)
-        for tile in range(first, fx.Int32(s.shared // TILE), ctx.workgroups):
-            tile = fx.Int32(tile)
-            factor = factors(ctx, "shared_factors", fx.Int32(0))
-            _activate(ctx, tile_at(shared, tile * 2), factor, tile, fx.Int32(s.chosen), live)
 
 
 def factors(ctx, name: str, expert) -> list:

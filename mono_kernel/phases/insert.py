@@ -13,20 +13,26 @@ import flydsl.expr as fx
 from mono_kernel.plan import TOKENS_A_WAVE, WAVES
 from mono_kernel.shapes import HEAD_DIM
 from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.device.memory import global_address
+from rocm_msa.device.memory import Bytes, global_address
 from rocm_msa.ops.qkv_insert.flydsl_gfx950 import Build
 from rocm_msa.ops.qkv_insert.flydsl_kernel import insert_head
 
 
 @flyc.jit
 def insert(ctx, task):
+    groups = -(-ctx.s.heads // WAVES)
+    head = task % groups * WAVES + ctx.wave
+    write_head(ctx, ctx.scratch("index_q"), head, task // groups * TOKENS_A_WAVE)
+
+
+def write_head(ctx, index_q: Bytes, head, first_row) -> None:
+    """A wave's head of four rows: to q, to `index_q` [rows, index heads, 128], or to a page."""
     s, a = ctx.s, ctx.a
     build = Build(
         s.q_heads, s.kv_heads, s.index_heads, HEAD_DIM, s.rotary_dim,
         main_dtype="nvfp4", index_dtype="nvfp4",
         dtype="bf16", weight_dtype="bf16", rope_dtype="fp32",
     )  # fmt: skip
-    groups = -(-s.heads // WAVES)
 
     def pointer(place):
         return ctx.pointer(place, fx.Uint32)
@@ -49,7 +55,6 @@ def insert(ctx, task):
         main_limit=fx.Int64(a.main_blocks) * BLOCK_TOKENS, k_scale=a.k_scale, v_scale=a.v_scale,
         index_pages=argument(a.index_pages), index_stride=a.index_stride,
         index_limit=fx.Int64(a.index_blocks) * BLOCK_TOKENS, index_scale=a.index_scale,
-        q_out=pointer(ctx.scratch("q")), index_q_out=pointer(ctx.scratch("index_q")),
+        q_out=pointer(ctx.scratch("q")), index_q_out=pointer(index_q),
     )  # fmt: skip
-    head = task % groups * WAVES + ctx.wave
-    insert_head(build, arguments, head, task // groups * TOKENS_A_WAVE)
+    insert_head(build, arguments, head, first_row)

@@ -1,5 +1,7 @@
 """Phase join: the slots of a row as the op sparse_decode joins them, and the operand of the output
 projection. A task is a row. Of each KV head a thread has eight dims of one query head.
+
+Of few rows every workgroup of the output projection joins for itself (`join_rows`).
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 from mono_kernel.phases.attend import FORM
-from mono_kernel.phases.rows import rounded, store_operand
+from mono_kernel.phases.rows import rounded, store_operand, targets
 from mono_kernel.plan import PARTIAL_BYTES, WAVES
 from mono_kernel.shapes import GROUP, HEAD_DIM, MAX_ROWS
 from rocm_msa.device.wave import rcp
@@ -20,19 +22,30 @@ assert merging_waves(FORM) == WAVES
 
 @flyc.jit
 def join(ctx, task):
+    _join(ctx, task, False)
+
+
+@flyc.jit
+def join_rows(ctx):
+    """All rows into LDS; the next barrier shows them to all waves."""
+    for row in range(fx.Int32(0), ctx.rows, fx.Int32(1)):
+        _join(ctx, fx.Int32(row), True)
+    fx.barrier()
+
+
+def _join(ctx, row, own: bool) -> None:
     s, at = ctx.s, merge_place(ctx.wave, ctx.lane)
     mine = at.head < s.group
     values, places = [], []
     for head in fx.range_constexpr(s.kv_heads):
-        top, total, sums = _merge_slots(ctx, task, head, at)
+        top, total, sums = _merge_slots(ctx, row, head, at)
         factor = (top > NONE).select(ctx.a.v_factor * rcp(total), fx.Float32(0.0))
         values.append(rounded([x * factor for x in sums]))
         number = mine.select(at.head, fx.Int32(0)) + head * s.group
         places.append(number * HEAD_DIM + at.tile * _TILE_DIMS + at.half * _DIMS)
-    row = ctx.scratch("attended").at(fx.Int64(task) * (2 * s.attended))
+    found = targets(ctx, "attended", row, s.attended, own)
     store_operand(
-        ctx, s.attention_format, values, places, [mine] * s.kv_heads, row, s.attended,
-        ctx.scratch("attended_factor").at(task * 4),
+        ctx, s.attention_format, values, places, [mine] * s.kv_heads, s.attended, found
     )  # fmt: skip
 
 

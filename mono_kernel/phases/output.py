@@ -8,6 +8,8 @@ from __future__ import annotations
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
+from mono_kernel.phases.deal import deal, either
+from mono_kernel.phases.join import join_rows
 from mono_kernel.phases.products import column
 from mono_kernel.phases.project import tile_of
 from mono_kernel.phases.reduce import across_ranks
@@ -17,9 +19,22 @@ from rocm_msa.device.convert import bf16_values
 from rocm_msa.device.memory import global_address
 
 
+def output(ctx) -> None:
+    count = fx.Int32(ctx.s.hidden // TILE)
+
+    def own_rows():
+        join_rows(ctx)
+        deal(ctx, lambda ctx, task: _output(ctx, task, True), count)
+
+    either(
+        ctx.in_place["join"], own_rows,
+        lambda: deal(ctx, lambda ctx, task: _output(ctx, task, False), count),
+    )  # fmt: skip
+
+
 @flyc.jit
-def output(ctx, task):
-    values = tile_of(ctx, "output", "attended", ctx.s.attended, task)
+def _output(ctx, task, own: bool):
+    values = tile_of(ctx, "output", "attended", ctx.s.attended, task, own)
     if ctx.wave == 0:
         total = rounded(across_ranks(ctx, "output", task, values))
         row, live, first = column(ctx)

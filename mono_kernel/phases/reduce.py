@@ -2,8 +2,8 @@
 
 Each rank sends its part to all ranks, itself too, and adds all parts in rank order: the same bits
 everywhere.
-Sent are the batch's rows and, in turns, one other: no word of a mailbox is older than 16 launches,
-so that its tag cannot come again.
+Sent are the batch's rows and, in turns, one tile of another: no word of a mailbox is older than
+16 x tiles launches, so that its tag cannot come again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rocm_msa.device.wave import WAVE
 
 TIMES = 1  # bound of a wait for a peer, in units of `patience`
 _OUTPUTS = 4  # a lane
+_NUMBER = (1 << 31) - 1  # of a launch, within its tag
 
 
 def across_ranks(ctx, name: str, task, values: list) -> list:
@@ -33,7 +34,8 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
     tiles, first = s.hidden // TILE, plan.mailbox_layout(s)[name].offset
     row = ctx.lane % TILE
     live = row < ctx.rows
-    sent = live | (row == (end.tag & (TILE - 1)))
+    turn = end.tag & _NUMBER
+    sent = live | ((row == (turn & (TILE - 1))) & (task == turn // TILE % tiles))
 
     def places(box, sender) -> list:
         at = (fx.Int64(sender * tiles + task) * _OUTPUTS * WAVE + fx.Int64(ctx.lane)) * mailbox.WORD

@@ -17,6 +17,7 @@ from mono_kernel.phases.rows import (
     normalise,
     store_if,
     store_operand,
+    targets,
 )
 from rocm_msa.device.memory import global_address
 
@@ -40,9 +41,8 @@ def _normed(ctx, spread: Spread, row) -> list[list]:
 def _operand(ctx, row):
     s, spread = ctx.s, Spread(ctx, ctx.s.hidden)
     values = _normed(ctx, spread, row)
-    place = ctx.scratch("post").at(fx.Int64(row) * (2 * s.hidden))
-    factor = ctx.scratch("post_factor").at(row * 4)
-    store_operand(ctx, "terms", values, spread.at, spread.live, place, s.hidden, factor)
+    found = targets(ctx, "post", row, s.hidden, False)
+    store_operand(ctx, "terms", values, spread.at, spread.live, s.hidden, found)
 
 
 @flyc.jit

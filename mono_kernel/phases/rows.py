@@ -118,23 +118,37 @@ def terms(values: list) -> tuple[list, list]:
     return high, low
 
 
-def store_operand(ctx, kind: str, values: list[list], places: list, live: list, row: Bytes,
-                  plane: int, factor_at: Bytes) -> None:  # fmt: skip
+def store_operand(ctx, kind: str, values: list[list], places: list, live: list, plane: int,
+                  targets: list) -> None:  # fmt: skip
     """Write a row's operand and its factor.
 
     kind: format of the weights that it meets. values: vectors of bf16 values; places: their first
-    elements. row: where the row's operand lies; plane: values a term. factor_at: fp32.
+    elements; plane: values a term. targets: where to, and whether: (Boolean, (operand, factor)).
     """
-    if kind == "bf16":
-        for vector, at, here in zip(values, places, live, strict=True):
-            store_words_if(here, row, at * 2, bf16_words(vector))
-        factor = fx.Float32(1.0)
-    else:
+    found, factor = None, fx.Float32(1.0)
+    if kind != "bf16":
         found, factor = split(ctx, values, live)
-        for (high, low), at, here in zip(found, places, live, strict=True):
-            store_words_if(here, row, at, high)
-            store_words_if(here, row.at(plane), at, low)
-    store_if(ctx.thread == 0, factor_at, fx.Int32(0), factor)
+    for wanted, (row, factor_at) in targets:
+        for i, (vector, at, here) in enumerate(zip(values, places, live, strict=True)):
+            if found is None:
+                store_words_if(here & wanted, row, at * 2, bf16_words(vector))
+            else:
+                high, low = found[i]
+                store_words_if(here & wanted, row, at, high)
+                store_words_if(here & wanted, row.at(plane), at, low)
+        store_if((ctx.thread == 0) & wanted, factor_at, fx.Int32(0), factor)
+
+
+def targets(ctx, name: str, row, size: int, own: bool) -> list:
+    """Where a row's operand goes, for `store_operand`. own: into this workgroup's LDS; one of the
+    workgroups that do so writes the region, too."""
+    shared = ctx.operand(name, row, size, False)
+    if not own:
+        return [(fx.Boolean(True), shared)]
+    return [
+        (fx.Boolean(True), ctx.operand(name, row, size, True)),
+        (ctx.workgroup == row % ctx.workgroups, shared),
+    ]
 
 
 def store_words_if(condition, place: Bytes, offset, words: list) -> None:

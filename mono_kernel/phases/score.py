@@ -1,7 +1,11 @@
-"""Phase score: index scores of every causal block, as the op index_score_decode finds them.
+"""Phase score: index scores of every candidate, as the op index_score_decode finds them.
 
 A wave takes blocks of a request for all its rows and index heads; requests start at different
-workgroups (plan.score_blocks).
+workgroups (plan.score_blocks). Candidates of the request's last row are scored: they hold those of
+all its rows, each of which is full where it is one, so that no score needs a mask.
+
+Every workgroup makes the index queries for itself, from the projection: it need not meet those that
+insert.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from types import SimpleNamespace
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
+from flydsl.expr import rocdl
 
-from mono_kernel.plan import LANES, WAVES
+from mono_kernel.phases.insert import write_head
+from mono_kernel.plan import LANES, TOKENS_A_WAVE, WAVES
 from mono_kernel.shapes import HEAD_DIM, MAX_ROWS
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device.memory import global_address
@@ -38,12 +44,17 @@ def row_range(ctx, request, step):
 def score(ctx):
     s, a = ctx.s, ctx.a
     copy_table(global_address(a.index_table), ctx.table, ctx.thread, LANES)
-    # Writers and readers: all waves.
+    queries = ctx.scratch("own_q").at(
+        fx.Int64(ctx.workgroup) * (2 * MAX_ROWS * s.index_heads * HEAD_DIM)
+    )
+    _own_queries(ctx, queries)
+    # Writers and readers, of the table and of the queries: all waves of this workgroup.
+    rocdl.s_waitcnt(vmcnt=0)
     fx.barrier()
     keys = Keys(_KIND.kind, ctx.table)
     row = s.index_heads * HEAD_DIM * 2
     arguments = SimpleNamespace(
-        index_q=ctx.pointer(ctx.scratch("index_q"), fx.Uint32), q_row=fx.Int64(row),
+        index_q=ctx.pointer(queries, fx.Uint32), q_row=fx.Int64(row),
         q_head=fx.Int64(HEAD_DIM * 2), heads=s.index_heads, factor=a.index_factor,
         pages=ctx.pointer(global_address(a.index_pages), fx.Uint32),
         block_stride=a.index_stride, num_pages=a.index_blocks,
@@ -55,14 +66,24 @@ def score(ctx):
     mine = ctx.workgroup * WAVES + ctx.wave + waves * MAX_ROWS
     for request in range(fx.Int32(0), a.requests, fx.Int32(1)):
         request = fx.Int32(request)
-        n, blocks, _, _ = row_range(ctx, request, a.rows_per_request - 1)
+        n, _, _, end = row_range(ctx, request, a.rows_per_request - 1)
         begin = (mine - request * WAVES) % waves
-        if begin < blocks:
-            _score_request(ctx, arguments, keys, request, n, begin, blocks)
+        if begin < end:
+            _score_request(ctx, arguments, keys, request, n, begin, end)
 
 
 @flyc.jit
-def _score_request(ctx, a, keys, request, n, begin, blocks):
+def _own_queries(ctx, place):
+    s, heads = ctx.s, ctx.s.index_heads
+    groups = (ctx.rows + (TOKENS_A_WAVE - 1)) // TOKENS_A_WAVE
+    for task in range(ctx.wave, groups * heads, fx.Int32(WAVES)):
+        task = fx.Int32(task)
+        head = task % heads + (s.q_heads + 2 * s.kv_heads)
+        write_head(ctx, place, head, task // heads * TOKENS_A_WAVE)
+
+
+@flyc.jit
+def _score_request(ctx, a, keys, request, n, begin, end):
     """This wave's blocks of a request whose last row sees `n` keys."""
     per = ctx.a.rows_per_request
     tiles = ctx.s.index_heads  # of 16 (row, head) pairs: as many as 16 rows need
@@ -70,5 +91,5 @@ def _score_request(ctx, a, keys, request, n, begin, blocks):
     own = columns(_KIND, tiles, a, fx.Int64(request * per), n - per + 1, pairs)
     at = fx.Int64(request) * fx.Int64(ctx.a.max_blocks) * 4
     table_row = global_address(ctx.a.block_table).at(at)
-    for block in range(begin, blocks, ctx.workgroups * WAVES):
-        score_block(a, keys, own, table_row, fx.Int32(block), masked=True)
+    for block in range(begin, end, ctx.workgroups * WAVES):
+        score_block(a, keys, own, table_row, fx.Int32(block), masked=False)

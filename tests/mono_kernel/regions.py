@@ -87,7 +87,7 @@ def _check_attention(group: Group, rank: int, r: reference.Regions) -> None:
     # From here on with the kernel's own caches.
     main, index = group.ranks[rank].caches
     rows = decode_rows(batch.seq_lens, batch.rows_per_request)
-    live = torch.arange(r["scores"].shape[-1]) < rows.num_blocks[:, None]
+    live = torch.arange(r["scores"].shape[-1]) < rows.num_blocks[:, None] - w.shape.local_blocks
     scores = reference.score(r, batch, index)["scores"]
     largest = scores[:, live].abs().max() if live.any() else 0.0
     differ = (r["scores"] - scores).abs()[:, live]

@@ -62,6 +62,23 @@ def test_wraps(generation):
     assert int(group.ranks[0].memory.state[:8].view(torch.int64)) == generation + 4
 
 
+def test_words_of_rows_that_nobody_has_are_sent_in_turns():
+    """Launch g sends the batch's rows, and of row g mod 16 the tile g / 16 mod tiles."""
+    group = group_of((130,), 1)
+    tiles = group.build.hidden // 16
+    launch = 16 * (2 * tiles + 3) + 5
+    for r in group.ranks:
+        r.memory.state[:8].view(torch.int64)[0] = launch
+    group.run()
+    for site in plan.SITES:
+        region = plan.mailbox_layout(group.build)[site]
+        for box in group.boxes:
+            words = box[region.offset : region.end].view(torch.int64).view(RANKS, tiles, 4, 4, 16)
+            sent = (words >> 32 & 0x7FFFFFFF) == launch
+            assert sent[..., 0].all() and sent[:, 3, :, :, 5].all()
+            assert sent.sum() == RANKS * 16 * (tiles + 1)
+
+
 def faulty(group: Group, fault: Fault, schedule: Schedule = RANDOM):
     machine = group.machine(schedule)
     machine.inject(fault)

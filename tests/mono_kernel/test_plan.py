@@ -108,6 +108,17 @@ def test_expert_tasks_cover_each_tile_of_each_expert_in_use_once(shape):
     assert Counter(e for e, _ in tasks) == want
 
 
+@pytest.mark.parametrize(("rows", "per"), [(1, 1), (2, 1), (2, 2), (3, 1), (16, 1)])
+def test_who_does_it_in_place(shape, rows, per):
+    found = plan.in_place(shape, rows, per)
+    assert found == {
+        "norm": rows <= 2, "join": rows * shape.kv_heads <= 2, "insert": per == 1
+    }  # fmt: skip
+    # The operands of those rows fit.
+    few = plan.FEW * (2 * max(shape.hidden, shape.attended) + 4)
+    assert plan.lds_layout(shape)["rows"].nbytes >= few
+
+
 # Regions
 
 
@@ -180,8 +191,8 @@ def test_every_region_has_one_phase_that_writes_it_and_one_that_reads_it():
     layout = {region.name for region in plan.scratch_layout(small_shape(), 8)}
     assert layout == set(writers) - {"main_cache", "index_cache", *plan.OUTPUTS}
     read = {name for phase in plan.PHASES for name in phase.reads}
-    inspected = {"selected", "chosen", "chosen_weights"}  # read by tests and counters alone
-    assert layout - read == inspected
+    # Read by tests and counters alone; by the workgroup that wrote it.
+    assert layout - read == {"index_q", "selected", "chosen", "chosen_weights", "own_q"}
 
 
 def test_workgroups_fit_their_compute_unit(shape):

@@ -198,7 +198,7 @@ def aiter_asked_for_and_missing() -> bool:
 
 
 def mono_kernel_requested(vllm_config) -> bool:
-    """0.33's `--kernel-config '{"monokernel": true}'`."""
+    """0.33's `--kernel-config '{"monokernel": true}'`, which 0.32 does not have."""
     kernel_config = getattr(vllm_config, "kernel_config", None)
     return bool(getattr(kernel_config, "monokernel", False))
 

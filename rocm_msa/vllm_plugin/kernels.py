@@ -144,6 +144,12 @@ def _missing(loaded: Any, serving: Serving, dtype: torch.dtype) -> list[str]:
 
 def config_of(serving: Serving, dtype: torch.dtype) -> aot.ServingConfig:
     """What the compiled kernels are chosen by."""
+    mono = serving.mono
     return aot.ServingConfig.of(
-        serving.model, serving.rank.tp, serving.main_dtype, serving.index_dtype, _DTYPES[dtype]
+        serving.model,
+        serving.rank.tp,
+        serving.main_dtype,
+        serving.index_dtype,
+        _DTYPES[dtype],
+        mono and (mono.attention_format, mono.routed_format, mono.shared_format),
     )

@@ -50,8 +50,17 @@ def _decode_cp() -> Mapping[tuple[str, ...], int]:
     return module.taken if module else {}
 
 
+def _mono(counter: str) -> Callable[[], Mapping[tuple[str, ...], int]]:
+    def source() -> Mapping[tuple[str, ...], int]:
+        module = sys.modules.get("rocm_msa.vllm_plugin.mono")
+        return getattr(module, counter) if module else {}
+
+    return source
+
+
 def _triton_compiles() -> Mapping[tuple[str, ...], int]:
-    if not any(n.startswith("rocm_msa.ops.") and n.endswith(".triton_impl") for n in sys.modules):
+    names = list(sys.modules)  # copied: other threads import meanwhile
+    if not any(n.startswith("rocm_msa.ops.") and n.endswith(".triton_impl") for n in names):
         return {}
     from rocm_msa.ops.triton_warmup import compiled
 
@@ -70,6 +79,18 @@ COUNTS = (
         "Layer calls with decode rows whose index scan the ranks shared, or did not, and why.",
         ("path", "reason"),
         _decode_cp,
+    ),
+    Count(
+        "mono_steps",
+        "Model steps by path: the mono kernel or the ordinary layers, and why.",
+        ("path", "reason"),
+        _mono("steps"),
+    ),
+    Count(
+        "mono_faults",
+        "Launches of the mono kernel that failed, by the place of the wait that ended in vain.",
+        ("site",),
+        _mono("faults"),
     ),
     Count(
         "triton_compiles",

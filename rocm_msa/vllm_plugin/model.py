@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.platforms import current_platform
 
-from rocm_msa.vllm_plugin import cpu_runner, decode_cp, kernels
+from rocm_msa.vllm_plugin import cpu_runner, decode_cp, kernels, mono
 from rocm_msa.vllm_plugin.attention import MsaAttention
 from rocm_msa.vllm_plugin.loading import load_text_weights
 from rocm_msa.vllm_plugin.moe import ExpertMapping, Mlp, Moe, expert_mapping
@@ -59,7 +59,10 @@ class DecoderLayer(nn.Module):
 
 
 class Model(nn.Module, EagleModelMixin):
-    """Embedding, decoder layers, final norm."""
+    """Embedding, decoder layers, final norm.
+
+    mono: runs layers of small decode steps as one launch each; None without the flag.
+    """
 
     def __init__(self, vllm_config, serving: Serving, prefix: str) -> None:
         super().__init__()
@@ -76,6 +79,7 @@ class Model(nn.Module, EagleModelMixin):
             for i in range(config.num_layers)
         )
         self.norm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mono: mono.Mono | None = None
 
     def forward(
         self,
@@ -87,8 +91,10 @@ class Model(nn.Module, EagleModelMixin):
         residual = None
         aux: list[torch.Tensor] = []
         self._maybe_add_hidden_state(aux, 0, hidden_states, residual)
+        step = None if self.mono is None else self.mono.begin(positions, hidden_states)
         for index, layer in enumerate(self.layers):
-            hidden_states, residual = layer(positions, hidden_states, residual)
+            run = layer if step is None else step.layer(index) or layer
+            hidden_states, residual = run(positions, hidden_states, residual)
             self._maybe_add_hidden_state(aux, index + 1, hidden_states, residual)
         hidden_states, _ = self.norm(hidden_states, residual)
         return (hidden_states, aux) if aux else hidden_states
@@ -119,6 +125,7 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
         warm_up = kernels.WarmUp(self.serving, vllm_config, attention)
         for layer in attention:
             layer.share(shared, warm_up)
+        self.model.mono = mono.start(self.serving, vllm_config, attention)
         self.lm_head = ParallelLMHead(
             self.serving.model.vocab_size,
             self.serving.model.hidden_size,
@@ -162,11 +169,19 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the public checkpoint's names; a missing or extra tensor is an error naming it."""
+        collector = mono.collector(
+            self.model.mono, self.serving, self.config, self.quantized_checkpoint
+        )
+        if collector is not None:
+            weights = collector.watch(weights)
         if current_platform.is_cpu() and self.quantized_checkpoint is not None:
             from rocm_msa.checkpoint.read import dequantised_weights
 
             weights = dequantised_weights(weights, self.quantized_checkpoint)
-        return load_text_weights(self, weights)
+        loaded = load_text_weights(self, weights)
+        if collector is not None:
+            collector.finish()
+        return loaded
 
 
 class RocmMsaM3VLTextOnly(RocmMsaM3ForCausalLM):

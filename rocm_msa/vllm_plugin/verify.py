@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rocm_msa import kernel_manifest, launcher
 from rocm_msa.cache.dtype import CacheDType
@@ -17,9 +17,12 @@ from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
 from rocm_msa.errors import ConfigError, Refusals, expect
 from rocm_msa.ops.dispatch import BACKENDS
-from rocm_msa.vllm_plugin import compat, decode_cp
+from rocm_msa.vllm_plugin import compat, decode_cp, mono_config
 from rocm_msa.vllm_plugin.nixl import CONNECTOR
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
+
+if TYPE_CHECKING:
+    from mono_kernel.shapes import Shape
 
 logger = logging.getLogger("vllm.rocm_msa")
 
@@ -35,12 +38,14 @@ class Options:
     code_objects: folder of `rocm-msa compile`, None for the one in the package; gfx950 only.
     indexer_decode_cp: same as the attention-config flag, for the Python API.
     indexer_decode_cp_min_blocks: blocks from which decode batches are shared, None computes them.
+    mono: decode steps of few rows run each sparse layer as one kernel (docs/mono.md).
     """
 
     backend: str | None = None
     code_objects: str | None = None
     indexer_decode_cp: bool = False
     indexer_decode_cp_min_blocks: int | None = None
+    mono: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Serving:
     """What is served: geometry, cache dtypes and options of one rank.
 
     decode_cp: whether the ranks share the index scan of decode rows, however that was asked for.
+    mono: a rank's share of a layer for the mono kernel, where that was asked for.
     """
 
     model: ModelConfig
@@ -56,6 +62,7 @@ class Serving:
     index_dtype: CacheDType
     options: Options
     decode_cp: bool = False
+    mono: Shape | None = None
 
     @property
     def main_page(self) -> Page:
@@ -103,7 +110,9 @@ def resolve(vllm_config: Any) -> Serving:
     _check_engine(vllm_config, options, refusals)
     decode_cp.check_config(vllm_config, options, index_dtype, refusals)
     _check_quantization(vllm_config, refusals)
+    shape = None
     if model is not None:
+        shape = mono_config.check(vllm_config, options, model, refusals)
         length = vllm_config.model_config.max_model_len
         refusals.check(
             length <= model.rope.max_position,
@@ -115,7 +124,7 @@ def resolve(vllm_config: Any) -> Serving:
         )
     refusals.raise_if_any()
     asked = decode_cp.asked_for(vllm_config, options)
-    return Serving(model, rank, main_dtype, index_dtype, options, asked)
+    return Serving(model, rank, main_dtype, index_dtype, options, asked, shape)
 
 
 def _dtype(flag: str, name: str, refusals: Refusals) -> CacheDType:
@@ -143,14 +152,10 @@ def _options(vllm_config: Any, refusals: Refusals) -> Options:
         expect(f"additional_config.{OPTIONS_KEY}.backend", f"one of {BACKENDS}", options.backend),
     )
     _check_code_objects(options.code_objects, refusals)
-    refusals.check(
-        isinstance(options.indexer_decode_cp, bool),
-        expect(
-            f"additional_config.{OPTIONS_KEY}.indexer_decode_cp",
-            "a bool",
-            options.indexer_decode_cp,
-        ),
-    )
+    for key in ("indexer_decode_cp", "mono"):
+        value = getattr(options, key)
+        name = f"additional_config.{OPTIONS_KEY}.{key}"
+        refusals.check(isinstance(value, bool), expect(name, "a bool", value))
     return options
 
 
@@ -197,10 +202,6 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
     check(
         getattr(attention, "hisparse_config", None) is None,
         "hisparse_config: not supported with these caches",
-    )
-    check(
-        not compat.mono_kernel_requested(vllm_config),
-        "--kernel-config monokernel: vLLM's mono kernel does not apply to these layers",
     )
     for name, flag in (
         ("pipeline_parallel_size", "--pipeline-parallel-size"),

@@ -60,7 +60,7 @@ def messages() -> list[str]:
 
 def sources() -> str:
     """The package's and the scripts' text, string literals that are broken over lines joined."""
-    folders = ("rocm_msa", "dcp", "docker", "gfx950_emu", "tools", "examples")
+    folders = ("rocm_msa", "dcp", "mono_kernel", "docker", "gfx950_emu", "tools", "examples")
     files = [p for f in folders for ext in ("*.py", "*.sh") for p in (ROOT / f).rglob(ext)]
     text = "\n".join(path.read_text() for path in files)
     return re.sub(r'"\s*\n\s*f?"', "", text)

@@ -283,9 +283,18 @@ FIELDS = {
             "quant_config",
             "kernel_config",
             "additional_config",
+            "load_config",
+            "weight_transfer_config",
+            "aux_output_config",
         ],
     },
-    "vllm/config/model.py": {"ModelConfig": ["hf_config", "hf_text_config", "max_model_len"]},
+    "vllm/config/model.py": {
+        "ModelConfig": [
+            *("hf_config", "hf_text_config", "max_model_len", "dtype", "enable_sleep_mode"),
+        ],
+    },
+    "vllm/config/load.py": {"LoadConfig": ["load_format"]},
+    "vllm/config/aux_output.py": {"AuxOutputConfig": ["enable_return_routed_experts"]},
     "vllm/config/kv_transfer.py": {
         "KVTransferConfig": ["kv_connector", "kv_connector_extra_config", "engine_id"],
     },

@@ -22,7 +22,7 @@ def serving(code_objects=None, backend=None):
     nvfp4 = CacheDType.NVFP4
     return SimpleNamespace(
         model=MINIMAX_M3, rank=MINIMAX_M3.shard(4), main_dtype=nvfp4, index_dtype=nvfp4,
-        options=options,
+        options=options, mono=None,
     )  # fmt: skip
 
 

@@ -1,0 +1,267 @@
+"""The mono kernel inside vLLM: which steps take it, with what weights, and how a fault ends.
+
+With the flag `mono` (docs/mono.md), a step of at most 16 decode rows and nothing else runs every
+layer of sparse attention and experts as one launch of mono_kernel; every other step takes the
+ordinary layers. Both read and write the same caches, hidden states and residual, so that they
+follow each other within a request. `path_of` decides from sizes that all ranks of the group share.
+Each step is counted in `steps`, the first of each reason logged.
+
+mono_kernel is imported only where the flag asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+from vllm.forward_context import get_forward_context
+
+from rocm_msa import launcher
+from rocm_msa.config import BLOCK_TOKENS
+from rocm_msa.config_read import as_dict
+from rocm_msa.vllm_plugin import metrics
+from rocm_msa.vllm_plugin.mono_config import BUILD_COMMAND, FLAG
+
+if TYPE_CHECKING:
+    from mono_kernel.batch import Batch
+    from mono_kernel.weights import LayerWeights
+    from rocm_msa.vllm_plugin.attention import MsaAttention
+    from rocm_msa.vllm_plugin.metadata import MsaMetadata
+    from rocm_msa.vllm_plugin.mono_loading import LayerCollector
+    from rocm_msa.vllm_plugin.verify import Serving
+
+logger = logging.getLogger("vllm.rocm_msa")
+
+steps: Counter[tuple[str, str]] = Counter()
+"""Steps in this process by ("mono" | "layers", reason)."""
+faults: Counter[tuple[str, ...]] = Counter()
+"""Launches that failed, by (site,), counted where they were first seen in this process."""
+
+_CPU_TIMEOUT_S = 300.0
+"""For one message. The ranks wait for each other in every layer anyway."""
+_GPU_PATIENCE_MS = 20_000
+"""Of a wait for one missing peer; beyond what a rank may be behind another."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What every rank of the group knows alike of a step, without a look at the device.
+
+    tokens: rows of the hidden states. requests, rows_per_request: of the decode rows. prefills:
+    requests that bring another number of rows. max_blocks: width of the block table.
+    """
+
+    tokens: int
+    requests: int
+    rows_per_request: int
+    prefills: int
+    max_blocks: int
+
+
+def path_of(size: StepSize | None, most_rows: int, most_blocks: int) -> tuple[str, str]:
+    """("mono" | "layers", why) of a step; None is a step without caches, as in profiling."""
+    if size is None:
+        return "layers", "profile"
+    if size.prefills or not size.requests:
+        return "layers", "prefill"
+    rows = size.requests * size.rows_per_request
+    if rows > most_rows:
+        return "layers", "rows"
+    if size.tokens != rows:
+        return "layers", "padded"
+    if size.max_blocks > most_blocks:
+        return "layers", "blocks"
+    return "mono", "decode"
+
+
+def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> Mono | None:
+    """This rank's end, when the configuration asks for it; collective in the TP group.
+
+    Args:
+        attention: of all layers, by number.
+    """
+    shape = serving.mono
+    if shape is None:
+        return None
+    from mono_kernel.checkpoint_formats import mono_layers
+
+    max_blocks = -(-vllm_config.model_config.max_model_len // BLOCK_TOKENS)
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    make = _between_processes if on_cpu else _between_gpus
+    runner = make(get_tp_group().cpu_group, shape, max_blocks)
+    numbers = mono_layers(serving.model)
+    mono = Mono(runner, {number: attention[number] for number in numbers}, max_blocks)
+    logger.info(
+        "%s: decode steps of up to %d rows run %d layers as one launch each (%s)",
+        *(FLAG, mono.most_rows, len(numbers), type(runner).__name__),
+    )
+    if serving.decode_cp:
+        logger.info("%s: the ranks do not share the index scan of these steps", FLAG)
+    return mono
+
+
+def _between_processes(group: Any, shape: Any, max_blocks: int) -> Any:
+    from mono_kernel.gloo import GlooRunner
+
+    return GlooRunner(group, shape, max_blocks=max_blocks, timeout_s=_CPU_TIMEOUT_S)
+
+
+def _between_gpus(group: Any, shape: Any, max_blocks: int) -> Any:
+    from mono_kernel.layer_gfx950 import Build
+    from mono_kernel.runner import MonoRunner
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    fault = launcher.fault(device)
+    if fault is None:
+        lacks = launcher.active(device).missing([Build.from_shape(shape)])
+        fault = f"not compiled: {lacks[0]}" if lacks else None
+    if fault is not None:
+        raise RuntimeError(f"{FLAG}: {fault}; to build it: {BUILD_COMMAND}")
+    return MonoRunner(
+        group, shape, max_blocks=max_blocks, device=device, patience_ms=_GPU_PATIENCE_MS
+    )
+
+
+def collector(
+    mono: Mono | None, serving: Serving, text_config: Any, quantisation: Any
+) -> LayerCollector | None:
+    """What takes the layers' weights from the checkpoint's tensors as they pass by.
+
+    Args:
+        text_config: of transformers. quantisation: the checkpoint's `quantization_config`, or None.
+    """
+    if mono is None:
+        return None
+    from rocm_msa.vllm_plugin.mono_loading import LayerCollector
+
+    config = as_dict(text_config) | {"quantization_config": quantisation}
+    return LayerCollector(mono, serving.mono, get_tensor_model_parallel_rank(), config)
+
+
+class Mono:
+    """One rank's end, shared by all its layers.
+
+    Args:
+        runner: mono_kernel.runner.MonoRunner or mono_kernel.gloo.GlooRunner.
+        layers: attention of the layers that may run as one launch, by number.
+        most_blocks: most blocks of a request.
+    """
+
+    def __init__(self, runner: Any, layers: Mapping[int, MsaAttention], most_blocks: int) -> None:
+        from mono_kernel.shapes import MAX_ROWS
+
+        self.runner, self.layers = runner, dict(layers)
+        self.most_rows, self.most_blocks = MAX_ROWS, most_blocks
+        self.weights: dict[int, Any] = {}
+        self._logged: set[tuple[str, str]] = set()
+
+    def load(self, number: int, weights: LayerWeights) -> None:
+        """Take the weights of a layer."""
+        self.weights[number] = self.runner.load(weights)
+
+    def begin(self, positions: torch.Tensor, hidden: torch.Tensor) -> Step | None:
+        """What runs this step's layers; None: the ordinary layers do.
+
+        Looks at the error word first: a launch of an earlier step that failed is raised here.
+
+        Args:
+            positions: int64 `[tokens]`. hidden: `[tokens, hidden]`, of the first layer.
+
+        Raises:
+            MonoError: vLLM ends the engine.
+        """
+        with self._counting_faults():
+            self.runner.check()
+        metadata, slots = self._of_this_step()
+        size = None if metadata is None else size_of(metadata, hidden.shape[0])
+        path, reason = path_of(size, self.most_rows, self.most_blocks)
+        self._note(path, reason, size)
+        if path != "mono":
+            return None
+        return Step(self, positions, slots, metadata.decode)
+
+    def run(self, number: int, batch: Batch, hidden: torch.Tensor, residual: torch.Tensor) -> tuple:
+        """(hidden, residual) `[rows, hidden]` behind a layer, new tensors."""
+        attention = self.layers[number]
+        caches = (attention.cache, attention.index_cache.cache)
+        outs = torch.empty_like(hidden), torch.empty_like(hidden)
+        with self._counting_faults():
+            self.runner.run(self.weights[number], caches, batch, hidden, residual, *outs)
+        return outs
+
+    def _of_this_step(self) -> tuple[MsaMetadata | None, Mapping[str, torch.Tensor]]:
+        context = get_forward_context()
+        metadata, slots = context.attn_metadata, context.slot_mapping
+        name = next(iter(self.layers.values())).layer_name
+        if isinstance(slots, dict) and name in slots and isinstance(metadata, dict):
+            return metadata[name], slots
+        return None, {}
+
+    def _note(self, path: str, reason: str, size: StepSize | None) -> None:
+        """Count a step; say why, the first time."""
+        steps[path, reason] += 1
+        if (path, reason) not in self._logged:
+            self._logged.add((path, reason))
+            logger.info("%s: step %s (%s): %s. Said once", FLAG, path, reason, size)
+
+    @contextlib.contextmanager
+    def _counting_faults(self) -> Iterator[None]:
+        from mono_kernel.faults import MonoError, site_name
+
+        try:
+            yield
+        except MonoError as error:
+            faults[(site_name(error.site),)] += 1
+            metrics.publish()  # the process ends before the next time
+            raise
+
+
+class Step:
+    """A step on the mono path."""
+
+    def __init__(
+        self, mono: Mono, positions: torch.Tensor, slots: Mapping[str, torch.Tensor], part: Any
+    ) -> None:
+        self.mono, self.positions, self.slots, self.part = mono, positions, slots, part
+        self.table = part.block_table.contiguous()
+
+    def layer(self, number: int) -> Any:
+        """`(positions, hidden, residual) -> (hidden, residual)` of a layer; None: the ordinary."""
+        return functools.partial(self._run, number) if number in self.mono.layers else None
+
+    def _run(
+        self, number: int, _: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple:
+        if residual is None:
+            residual = torch.zeros_like(hidden)
+        return self.mono.run(number, self._batch(number), hidden, residual)
+
+    def _batch(self, number: int) -> Batch:
+        from mono_kernel.batch import Batch
+
+        attention, part = self.mono.layers[number], self.part
+        return Batch(
+            self.positions,
+            self.slots[attention.layer_name],
+            self.slots[attention.index_cache.layer_name],
+            self.table,
+            part.seq_lens,
+            part.rows_per_request,
+            attention.rotary_emb.cos_sin_cache,
+        )
+
+
+def size_of(metadata: MsaMetadata, tokens: int) -> StepSize:
+    """tokens: rows of the hidden states, padding included."""
+    decode, prefill = metadata.decode, metadata.prefill
+    requests, blocks = (0, 0) if decode is None else decode.block_table.shape
+    rows = 0 if decode is None else decode.rows_per_request
+    prefills = 0 if prefill is None else prefill.block_table.shape[0]
+    return StepSize(tokens, requests, rows, prefills, blocks)

@@ -1,0 +1,304 @@
+"""The mono path in the plugin: which steps take it, its weights, faults and counters."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mono_kernel import reading
+from mono_kernel.checkpoint_formats import LAYOUTS, formats_of_config, mono_layers
+from mono_kernel.faults import MonoError, sum_site
+from mono_kernel.shapes import Shape
+from rocm_msa import launcher
+from rocm_msa.capacity import MINIMAX_M3
+from rocm_msa.checkpoint.make import make_checkpoint
+from rocm_msa.checkpoint.read import open_checkpoint
+from rocm_msa.config import ModelConfig
+from rocm_msa.errors import ConfigError
+from rocm_msa.vllm_plugin import metrics, mono
+from rocm_msa.vllm_plugin.metadata import MsaMetadata, Part
+from rocm_msa.vllm_plugin.mono_loading import LayerCollector
+from tests.ops.cases import int32
+
+# tokens, requests, rows a request, prefills, blocks -> what the step takes
+SIZES = [
+    ((1, 1, 1, 0, 1), ("mono", "decode")),
+    ((16, 4, 4, 0, 64), ("mono", "decode")),
+    ((16, 16, 1, 0, 64), ("mono", "decode")),
+    ((17, 17, 1, 0, 64), ("layers", "rows")),
+    ((20, 5, 4, 0, 64), ("layers", "rows")),
+    ((5, 1, 1, 1, 64), ("layers", "prefill")),
+    ((300, 0, 0, 2, 0), ("layers", "prefill")),
+    ((8, 3, 1, 0, 64), ("layers", "padded")),
+    ((1, 1, 1, 0, 65), ("layers", "blocks")),
+    (None, ("layers", "profile")),
+]
+
+
+@pytest.mark.parametrize(("size", "path"), SIZES)
+def test_the_path_of_a_step(size, path):
+    assert mono.path_of(size and mono.StepSize(*size), 16, 64) == path
+
+
+def part(requests: int, rows: int, blocks: int = 3) -> Part:
+    tokens = requests * rows
+    return Part(
+        slice(0, tokens),
+        torch.zeros(requests, blocks + 4, dtype=torch.int32)[:, :blocks],  # as vLLM's: a view
+        int32([128 * blocks] * requests),
+        int32([*range(0, tokens + 1, rows)]),
+        int32([blocks] * tokens),
+        rows,
+    )
+
+
+def test_sizes_come_from_the_metadata():
+    both = MsaMetadata(140, part(2, 4), part(3, 44, 2))
+    assert mono.size_of(both, 140) == mono.StepSize(140, 2, 4, 3, 3)
+    assert mono.size_of(MsaMetadata(8, part(2, 4), None), 8) == mono.StepSize(8, 2, 4, 0, 3)
+    assert mono.size_of(MsaMetadata(5, None, part(1, 5)), 5) == mono.StepSize(5, 0, 0, 1, 0)
+
+
+class FakeRunner:
+    """Remembers its launches; `error` is what it raises."""
+
+    def __init__(self):
+        self.launches, self.error = [], None
+
+    def load(self, weights):
+        return ("loaded", weights)
+
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
+    def run(self, weights, caches, batch, hidden, residual, hidden_out, residual_out):
+        self.check()
+        self.launches.append((weights, caches, batch))
+        hidden_out.copy_(hidden + 1)
+        residual_out.copy_(residual + 10)
+
+
+def attention(number: int):
+    return SimpleNamespace(
+        layer_name=f"{number}.attn",
+        cache=f"main {number}",
+        index_cache=SimpleNamespace(layer_name=f"{number}.index", cache=f"index {number}"),
+        rotary_emb=SimpleNamespace(cos_sin_cache="cos_sin"),
+    )
+
+
+@pytest.fixture
+def served(monkeypatch, caplog):
+    """Layers 1 and 2 of three are mono layers; `context` is the step's forward context."""
+    for name in ("steps", "faults"):
+        monkeypatch.setattr(mono, name, mono.Counter())
+    monkeypatch.setattr(mono.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(mono.logger, "propagate", False)
+    caplog.set_level(logging.INFO, mono.logger.name)
+    made = mono.Mono(FakeRunner(), {n: attention(n) for n in (1, 2)}, 8)
+    for number in (1, 2):
+        made.load(number, f"weights {number}")
+    made.context = SimpleNamespace(attn_metadata=None, slot_mapping={})
+    monkeypatch.setattr(mono, "get_forward_context", lambda: made.context)
+    return made
+
+
+def during(served, metadata: MsaMetadata) -> None:
+    names = [f"{n}.{what}" for n in (1, 2) for what in ("attn", "index")]
+    served.context.attn_metadata = dict.fromkeys(names, metadata)
+    served.context.slot_mapping = {name: f"slots of {name}" for name in names}
+
+
+def test_a_step_runs_the_mono_layers_and_leaves_the_others(served, caplog):
+    during(served, MsaMetadata(4, part(2, 2), None))
+    hidden = torch.ones(4, 8).bfloat16()
+    step = served.begin("positions", hidden)
+    assert step.layer(0) is None
+    outs = step.layer(1)("positions", hidden, None)
+    outs = step.layer(2)("positions", *outs)
+    assert (outs[0] == 3).all() and (outs[1] == 20).all()  # the first layer had no residual
+    for (weights, caches, batch), n in zip(served.runner.launches, (1, 2), strict=True):
+        assert weights == ("loaded", f"weights {n}")
+        assert caches == (f"main {n}", f"index {n}")
+        assert (batch.main_slots, batch.index_slots) == (
+            f"slots of {n}.attn",
+            f"slots of {n}.index",
+        )
+        assert batch.rows == 4 and batch.block_table.is_contiguous()
+        assert batch.block_table.shape == (2, 3)
+        assert (batch.positions, batch.cos_sin) == ("positions", "cos_sin")
+    assert served.begin("positions", torch.ones(9, 8)) is None
+    assert mono.steps == {("mono", "decode"): 1, ("layers", "padded"): 1}
+    assert caplog.text.count("step mono (decode)") == 1
+
+
+def test_steps_of_other_kinds_and_without_caches_take_the_layers(served, caplog):
+    during(served, MsaMetadata(6, part(1, 1), part(1, 5)))
+    for _ in range(2):
+        assert served.begin("positions", torch.ones(6, 8)) is None
+    served.context = SimpleNamespace(attn_metadata=None, slot_mapping=None)
+    assert served.begin("positions", torch.ones(6, 8)) is None
+    assert mono.steps == {("layers", "prefill"): 2, ("layers", "profile"): 1}
+    assert caplog.text.count("layers (prefill)") == 1
+    assert not served.runner.launches
+
+
+def test_a_fault_is_raised_at_the_next_step_whatever_its_path_and_counted(served, monkeypatch):
+    published = []
+    monkeypatch.setattr(metrics, "publish", lambda: published.append(dict(mono.faults)))
+    hidden = torch.ones(2, 8).bfloat16()
+    during(served, MsaMetadata(2, part(2, 1), None))
+    step = served.begin("positions", hidden)
+    served.runner.error = MonoError(2, 3, sum_site("down"), 11)
+    words = r"rank 2 waited in vain for rank 3 at the sum over ranks in phase down .generation 11."
+    with pytest.raises(MonoError, match=words):
+        step.layer(1)("positions", hidden, hidden)
+    during(served, MsaMetadata(2, None, part(1, 2)))
+    with pytest.raises(MonoError, match=words):
+        served.begin("positions", hidden)
+    site = ("the sum over ranks in phase down",)
+    assert published == [{site: 1}, {site: 2}]
+
+
+def test_counters_are_exported():
+    counts = {count.name: count for count in metrics.COUNTS}
+    assert counts["mono_steps"].labels == ("path", "reason")
+    assert counts["mono_steps"].source() is mono.steps
+    assert counts["mono_faults"].labels == ("site",)
+    assert counts["mono_faults"].source() is mono.faults
+
+
+# Start-up
+
+
+def serving(shape: Shape | None):
+    return SimpleNamespace(mono=shape, model=MINIMAX_M3, decode_cp=False)
+
+
+def test_without_the_flag_there_is_nothing():
+    assert mono.start(serving(None), None, []) is None
+    assert mono.collector(None, None, None, None) is None
+
+
+@pytest.mark.parametrize("fault", [None, "no gfx950", "lacks"])
+def test_gpus_have_a_runner_over_peer_memory_when_the_kernel_is_there(monkeypatch, fault):
+    from mono_kernel import runner
+
+    made = []
+    monkeypatch.setattr(runner, "MonoRunner", lambda *a, **o: made.append((a, o)) or FakeRunner())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(mono, "get_tp_group", lambda: SimpleNamespace(cpu_group="ranks"))
+    monkeypatch.setattr(launcher, "fault", lambda device: fault if fault != "lacks" else None)
+    missing = lambda builds: [b.symbol for b in builds] if fault == "lacks" else []  # noqa: E731
+    monkeypatch.setattr(launcher, "active", lambda device: SimpleNamespace(missing=missing))
+    shape = Shape.of(MINIMAX_M3, 4, LAYOUTS["nvfp4"])
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=20000),
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
+    layers = [attention(n) for n in range(60)]
+    if fault is not None:
+        words = "no gfx950" if fault == "no gfx950" else "not compiled: mono_layer_tp4_h6144"
+        with pytest.raises(RuntimeError, match=f"mono: {words}.*to build it: .*--mono config"):
+            mono.start(serving(shape), vllm_config, layers)
+        return
+    started = mono.start(serving(shape), vllm_config, layers)
+    assert list(started.layers) == list(range(3, 60)) and started.most_blocks == 157
+    device = torch.device("cuda", 1)
+    options = {"max_blocks": 157, "device": device, "patience_ms": 20_000}
+    assert made == [(("ranks", shape), options)]
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """(model, config, every tensor) of a quantised checkpoint, NVFP4 experts among MXFP8."""
+    folder = tmp_path_factory.mktemp("stored") / "nvfp4"
+    make_checkpoint(folder, "tiny", "nvfp4", intermediate_size=256)
+    found = open_checkpoint(folder)
+    return ModelConfig.from_json(folder), dict(found.config), [(n, t.clone()) for n, t in found]
+
+
+def collecting(stored, rank: int = 1, tp: int = 2):
+    model, config, _ = stored
+    taken = {}
+    fake = SimpleNamespace(layers=dict.fromkeys(mono_layers(model)), load=taken.__setitem__)
+    shape = Shape.of(model, tp, formats_of_config(config, model))
+    return LayerCollector(fake, shape, rank, config), taken
+
+
+def test_layers_are_taken_as_soon_as_they_are_whole_and_dropped(stored):
+    model, _, tensors = stored
+    collector, taken = collecting(stored)
+    wanted = {
+        n: reading.read_layer(collector.shape, 1, dict(tensors), f"model.layers.{n}").packed()
+        for n in mono_layers(model)
+    }
+    shuffled = [tensors[i] for i in torch.randperm(len(tensors)).tolist()]
+    passed = []
+    for name, tensor in collector.watch(shuffled):
+        passed.append((name, tensor))
+        assert len(taken) + len(collector.kept) <= len(wanted)
+        if len(passed) % 2:
+            tensor = tensor.clone()
+    assert all(a[1] is b[1] for a, b in zip(passed, shuffled, strict=True))
+    collector.finish()
+    assert not collector.kept and sorted(taken) == list(mono_layers(model))
+    for number, weights in taken.items():
+        assert torch.equal(weights.packed(), wanted[number])
+
+
+def test_a_tensor_that_is_used_again_does_no_harm(stored):
+    """Loaders may hand out the same memory for every tensor."""
+    model, _, tensors = stored
+    clean, reused = collecting(stored), collecting(stored)
+    list(clean[0].watch(tensors))
+    for name, tensor in tensors:
+        lent = tensor.clone()
+        list(reused[0].watch([(name, lent)]))
+        lent.view(torch.uint8).fill_(0xAA) if lent.dim() else lent.fill_(7)
+    for number in mono_layers(model):
+        assert torch.equal(clean[1][number].packed(), reused[1][number].packed())
+
+
+def test_layers_that_are_not_whole_or_do_not_fit_are_named(stored):
+    _, _, tensors = stored
+    gone = "model.layers.2.block_sparse_moe.experts.3.w2.weight"
+    collector, taken = collecting(stored)
+    list(collector.watch((n, t) for n, t in tensors if n != gone))
+    assert sorted(taken) == [1, 3]
+    with pytest.raises(ConfigError, match=f"{gone}: expected nvfp4 .* got nothing"):
+        collector.finish()
+    collector, _ = collecting(stored)
+    bad = [(n, t[:-16] if n == gone else t) for n, t in tensors]
+    with pytest.raises(ConfigError, match=gone):
+        list(collector.watch(bad))
+
+
+def test_scales_may_be_called_by_either_name(stored):
+    _, _, tensors = stored
+    other = [(n.replace("weight_scale_inv", "weight_scale"), t) for n, t in tensors]
+    assert other != tensors
+    collector, taken = collecting(stored)
+    list(collector.watch(other))
+    assert len(taken) == 3 and not collector.kept
+
+
+def test_bytes_of_the_public_geometry(capsys):
+    """What a second copy of the weights costs a rank at TP 4, as docs/mono.md says."""
+    from mono_kernel.weights import weight_layout
+
+    gb = {
+        layout: 57 * weight_layout(Shape.of(MINIMAX_M3, 4, formats)).nbytes / 1e9
+        for layout, formats in LAYOUTS.items()
+    }
+    text = (Path(__file__).resolve().parents[2] / "docs" / "mono.md").read_text()
+    for layout, size in gb.items():
+        assert f"| {layout} | {size:.1f} GB |" in text

@@ -14,7 +14,7 @@ from flydsl._mlir.dialects import llvm
 from mono_kernel.phases.choose import in_use, listed
 from mono_kernel.phases.products import Linear, tile_at
 from mono_kernel.plan import AHEAD_EXPERTS, LANES
-from mono_kernel.shapes import TILE
+from mono_kernel.shapes import MAX_ROWS, TILE
 from rocm_msa.device.memory import Bytes, loads_are_issued
 
 LINE = 128
@@ -62,14 +62,16 @@ def ask_output(ctx) -> None:
 
 
 def ask_router(ctx) -> None:
+    """Of the router, the expert of this workgroup's first task beyond the rows."""
     s = ctx.s
-    expert = (ctx.workgroup - ctx.rows + ctx.workgroups) % ctx.workgroups
+    expert = (ctx.workgroup + ctx.workgroups * MAX_ROWS - ctx.rows) % ctx.workgroups
     expert = fx.min(expert, fx.Int32(s.experts - 1))
     router = ctx.weights("router").at(fx.Int64(expert) * (4 * s.hidden))
     arrived(ask(ctx, router, 4 * s.hidden, _WAITING))
 
 
 def ask_shared_up(ctx) -> None:
+    """Of the shared expert, this workgroup's first task."""
     s = ctx.s
     if s.shared:
         linear, count = Linear.of(ctx, "shared_up", s.shared_format, s.hidden), s.shared // TILE

@@ -25,10 +25,18 @@ from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState, Transition
 from vllm.parser.metrics import record_tool_parser_invocation
-from vllm.parser.minimax_m3 import NAMESPACE, MinimaxM3Parser, minimax_m3_config
+from vllm.parser.minimax_m3 import (
+    MAX_ELEMENT_DEPTH,
+    NAMESPACE,
+    MinimaxM3Parser,
+    _minimax_m3_arg_converter,
+    minimax_m3_config,
+)
 
 THINK = {"THINK_START": "<mm:think>", "THINK_END": "</mm:think>"}
 _QUOTES = ("DQ", "SQ", "UNQUOTED")
+_NO_SCHEMA = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
+"""What vLLM raises where a tool's parameters are no JSON schema; vLLM accepts such a request."""
 _TAG = re.compile(re.escape(NAMESPACE) + r"<(/?)([^<>]*)>")
 
 
@@ -78,7 +86,7 @@ def config(reasoning: bool, tools: bool, thinking: bool) -> ParserEngineConfig:
 
 
 def well_formed(body: str) -> bool:
-    """Whether an <invoke>'s body is a sequence of closed elements and nothing else."""
+    """Whether an <invoke>'s body is a sequence of closed elements, as deep as vLLM reads them."""
     open_tags: list[str] = []
     end = 0
     for tag in _TAG.finditer(body):
@@ -87,6 +95,8 @@ def well_formed(body: str) -> bool:
         end = tag.end()
         if not tag[1]:
             open_tags.append(tag[2])
+            if len(open_tags) > MAX_ELEMENT_DEPTH:
+                return False
         elif not open_tags or open_tags.pop() != tag[2]:
             return False
         if not tag[2].strip():
@@ -115,6 +125,23 @@ class M3Engine(MinimaxM3Parser):
 
     def _check_skip_tool_parsing(self, request) -> None:
         self._tools = getattr(request, "tools", None) or self._tools
+
+    def _convert_args(self, raw_args: str, partial: bool) -> str:
+        try:
+            return super()._convert_args(raw_args, partial)
+        except _NO_SCHEMA:
+            return _minimax_m3_arg_converter(raw_args, partial)
+
+    def _fix_arg_types(self, args_json: str, func_name: str) -> str:
+        try:
+            return super()._fix_arg_types(args_json, func_name)
+        except _NO_SCHEMA:
+            return args_json
+
+    @staticmethod
+    def _streamable_string_keys(properties: object) -> set[str] | None:
+        """None: arguments come whole, so no value is cut while it is streamed."""
+        return None
 
     def _events_to_delta(
         self, events: list[SemanticEvent], finished: bool = False

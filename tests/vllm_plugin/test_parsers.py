@@ -7,6 +7,8 @@ is the same each time, and as for the whole answer. The tokens of a piece are th
 from __future__ import annotations
 
 import json
+import random
+import re
 
 import pytest
 
@@ -331,10 +333,40 @@ def test_why_vllms_own_pair_is_not_used(text, cuts, prompt, wrong, tokenizer):
         (f"{NS}<a>1", False),
         (element("", "1"), False),
         (f"{NS}<a>1{NS}{NS}</a>", False),
+        (f"{NS}<a>" * 128 + f"{NS}</a>" * 128, True),
+        (f"{NS}<a>" * 129 + f"{NS}</a>" * 129, False),
     ],
 )
 def test_well_formed(body, expected):
     assert well_formed(body) is expected
+
+
+def test_vllm_reads_all_of_what_is_well_formed():
+    """Else a call would come with some of its arguments."""
+    from vllm.parser.minimax_m3 import _parse_invoke_params
+
+    rng = random.Random(11)
+    parts = (NS, f"{NS}<a>", f"{NS}</a>", f"{NS}<b>", f"{NS}</b>", "x", " ", f"{NS}<>", "<", ">")
+    whole = 0
+    for _ in range(20000):
+        body = "".join(rng.choice(parts) for _ in range(rng.randrange(9)))
+        names = [name for name, _ in _parse_invoke_params(body)]
+        if well_formed(body):
+            whole += 1
+            assert names == top_elements(body), body
+    assert whole > 1000
+
+
+def top_elements(body: str) -> list[str]:
+    """Names of the outermost elements of a well-formed body."""
+    names, depth = [], 0
+    for tag in re.findall(re.escape(NS) + r"<(/?\w+)>", body):
+        if tag.startswith("/"):
+            depth -= 1
+            continue
+        names += [tag] if depth == 0 else []
+        depth += 1
+    return names
 
 
 def test_other_parsers_are_left_alone(tokenizer):

@@ -56,6 +56,19 @@ def choose_results(shard: Shard, max_blocks: int, topk: int) -> Results:
     return min(Results, key=lambda form: result_bytes(shard, max_blocks, topk, form))
 
 
+def representatives(shard: Shard, most: Batch, topk: int) -> list[Batch]:
+    """Batches that stand for all up to `most`, for what is compiled by the next power of two of
+    requests and by the form of the results."""
+    requests = {most.requests, *(1 << i for i in range(most.requests.bit_length()))}
+    widths = {min(most.max_blocks, shard.ranks), most.max_blocks}
+    by_form = {choose_results(shard, width, topk): width for width in sorted(widths)}
+    return [
+        Batch(count, most.rows_per_request, width)
+        for count in sorted(requests)
+        for width in by_form.values()
+    ]
+
+
 @dataclass(frozen=True)
 class Costs:
     """What the choice rests on. Modelled for gfx950; no figure here was measured on one.

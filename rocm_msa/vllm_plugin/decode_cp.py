@@ -38,8 +38,9 @@ taken: Counter[tuple[str, str]] = Counter()
 
 _CPU_TIMEOUT_S = 300.0
 """For one message. Ranks wait for each other in every layer anyway, so they are never far apart."""
-_GPU_PATIENCE_MS = 20_000
-"""Of the first wait of a launch; beyond what a rank may take to compile a kernel meanwhile."""
+_GPU_PATIENCE_MS = 10_000
+"""Of the first wait of a launch. Ranks wait for each other in every layer's all-reduce anyway, and
+compile nothing of the exchange while they serve (`DecodeCp.prepare`)."""
 
 
 def asked_for(vllm_config: Any, options: Options) -> bool:
@@ -229,6 +230,35 @@ class DecodeCp:
             return self._note("alone", "unsupported", batch, str(error))
         self._note("shared", decision.reason, batch, why)
         return ids
+
+    def prepare(self, index_cache: IndexCache, dtype: torch.dtype) -> int:
+        """Compile what `select` may launch, on this rank alone, between GPUs.
+
+        Args:
+            index_cache: one of those that will be scored. dtype: of index queries.
+
+        Returns:
+            how many batches that was done for; none from the first on that the kernels refuse.
+        """
+        import torch
+
+        from dcp.plan import representatives
+
+        shard, device = self.exchange.shard, index_cache.pages.device
+        batches = representatives(shard, self.most, self.kept[0])
+        for done, batch in enumerate(batches):
+            shape = (batch.rows, shard.heads_per_rank, index_cache.head_dim)
+            index_q = torch.zeros(shape, dtype=dtype, device=device)
+            words = {"dtype": torch.int32, "device": device}
+            table = torch.zeros(batch.requests, batch.max_blocks, **words)
+            lengths = torch.zeros(batch.requests, **words)
+            num_blocks = torch.zeros(batch.rows, **words)
+            paging = (index_cache, table, lengths, batch.rows_per_request, num_blocks)
+            try:
+                self.exchange.prepare(index_q, *paging, *self.kept)
+            except NotImplementedError:
+                return done
+        return len(batches)
 
     def check(self) -> None:
         """Raise the DcpError that any rank has met so far; once a step, waits for nothing."""

@@ -96,6 +96,7 @@ class WarmUp:
                 self._run()
 
     def _run(self) -> None:
+        self._prepare_exchange()
         needed = self._needed()
         if not needed:
             return
@@ -117,6 +118,15 @@ class WarmUp:
             index_cache = layer.index_cache.cache if layer.sparse else None
             new = triton_warmup.warmup(config, layer.cache, index_cache)
             logger.info("warm-up: %d Triton kernels compiled for the %s layers", new, kind)
+
+    def _prepare_exchange(self) -> None:
+        """The indexer's exchange between GPUs, where it takes part: whoever compiled it in a step
+        would be late for the others."""
+        sparse = [layer for layer in self.layers if layer.sparse and layer.decode_cp is not None]
+        if not sparse or sparse[0].index_cache.cache.pages.device.type != "cuda":
+            return
+        done = sparse[0].decode_cp.prepare(sparse[0].index_cache.cache, self.dtype)
+        logger.info("warm-up: the indexer's exchange is prepared for %d sizes of batches", done)
 
     def _needed(self) -> list[MsaAttention]:
         """One layer of each kind that runs on Triton; none where nothing does."""

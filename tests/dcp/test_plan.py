@@ -14,6 +14,7 @@ from dcp.plan import (
     choose_results,
     decide,
     exchange_bytes,
+    representatives,
     result_bytes,
     threshold,
 )
@@ -90,3 +91,20 @@ def test_costs_move_the_threshold(costs):
         costs.fixed_s == 0.0
     )
     assert threshold(shard, batch, NVFP4, costs) >= 4
+
+
+@steady
+@given(groups, batches, st.integers(1, 40))
+def test_every_batch_has_a_representative(group, most, topk):
+    shard = Shard(0, *group)
+    stand_ins = representatives(shard, most, topk)
+    assert all(b.requests <= most.requests and b.max_blocks <= most.max_blocks for b in stand_ins)
+
+    def kind(batch):
+        return (batch.requests - 1).bit_length(), choose_results(shard, batch.max_blocks, topk)
+
+    found = {kind(b) for b in stand_ins}
+    for requests in {1, 2, 3, most.requests // 2, most.requests - 1, most.requests} - {-1, 0}:
+        for width in {1, shard.ranks, most.max_blocks // 2, most.max_blocks} - {0}:
+            if requests <= most.requests and width <= most.max_blocks:
+                assert kind(Batch(requests, 1, width)) in found

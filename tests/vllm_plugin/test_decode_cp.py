@@ -211,7 +211,7 @@ def test_gpus_exchange_through_memory_sized_for_the_largest_batch(monkeypatch):
     assert started.scan == Scan(16384, 256, 16) and started.most == Batch(48, 4, 157)
     wanted = {
         "max_rows": 192, "max_blocks": 157, "device": torch.device("cuda", 2), "topk": 16,
-        "head_dim": 128, "backend": "triton", "patience_ms": 20_000,
+        "head_dim": 128, "backend": "triton", "patience_ms": 10_000,
     }  # fmt: skip
     assert made == [("ranks", 4, wanted)]
 
@@ -254,12 +254,18 @@ def test_compiled_kernels_are_preferred(monkeypatch, caplog, asked, fault, lacks
     )
 
 
-def run_engine(tmp_path: Path, checkpoint: str, case: dict, **environment: str):
-    """What run_decode_cp.py made of the case: the finished process, with rounds in `out.pt`."""
+def run_engine(
+    tmp_path: Path,
+    checkpoint: str,
+    case: dict,
+    script: str = "run_decode_cp.py",
+    **environment: str,
+):
+    """What a script made of the case: the finished process, with rounds in `out.pt`."""
     (tmp_path / "case.json").write_text(json.dumps(case))
-    script = str(Path(__file__).with_name("run_decode_cp.py"))
+    arguments = [checkpoint, str(tmp_path / "out.pt"), str(tmp_path / "case.json")]
     return subprocess.run(
-        [sys.executable, script, checkpoint, str(tmp_path / "out.pt"), str(tmp_path / "case.json")],
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
         # The engine's loop in this process, so that all prompts are there before its first step
         # and two runs have the same batches; functions are sent to the workers.
         env=os.environ

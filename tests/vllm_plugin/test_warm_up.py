@@ -27,8 +27,9 @@ def layer(name: str, sparse: bool, device: str = "cuda"):
     cache = SimpleNamespace(pages=SimpleNamespace(device=torch.device(device)), name=name)
     index = SimpleNamespace(layer_name=f"{name}.index", cache=f"{name}.index cache")
     return SimpleNamespace(
-        layer_name=name, sparse=sparse, heads=f"{name} heads", cache=cache, index_cache=index
-    )
+        layer_name=name, sparse=sparse, heads=f"{name} heads", cache=cache, index_cache=index,
+        decode_cp=None,
+    )  # fmt: skip
 
 
 @pytest.fixture

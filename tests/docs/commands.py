@@ -17,6 +17,8 @@ PROGRAMS = ("make", "rocm-msa", "vllm", "python", "pip", "docker", "mkdocs")
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _SETTING = re.compile(r"[A-Z_]+=")
+_OPENS = re.compile(r"(?:^|[\s=])['\"]")
+"""A quote of the shell; an apostrophe stands within a word."""
 PLACEHOLDERS = {"DIR", "FILE", "MODEL", "FOLDER"}
 
 
@@ -48,9 +50,10 @@ def commands(text: str) -> list[list[str]]:
         waiting = ""
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
             line = f"{waiting} {line.strip()}".strip() if waiting else line.strip()
-            begins = split(line.partition("'")[0].partition('"')[0])
-            waiting = line if begins and not split(line) else ""
-            found += [split(line)] if split(line) else []
+            words, opens = split(line), _OPENS.search(line)
+            begins = opens and split(line[: opens.start()])
+            waiting = line if begins and not words else ""
+            found += [words] if words else []
         assert not waiting, f"a quote is not closed: {waiting}"
     for code in _INLINE.findall(_FENCE.sub("", text)):
         words = split(code)
@@ -58,93 +61,116 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
-def check(words: list[str], checkpoint: str) -> bool:
-    """Check one command; False when it is prose or output that only begins like one."""
+def documented() -> dict[tuple[str, ...], str]:
+    """Every command of the documents -> the name of one that shows it; prose is left out."""
+    texts = {path.name: path.read_text() for path in documents()}
+    return {
+        tuple(words): name
+        for name, text in texts.items()
+        for words in commands(text)
+        if not is_prose(words)
+    }
+
+
+def is_prose(words: list[str]) -> bool:
+    """Whether a line only begins like a command: no option, and no word of the program's second."""
+    program, second = words[0], (words[1:2] or [""])[0]
+    options = any(word.startswith("-") for word in words)
+    return not options and program in SUBCOMMANDS and second not in SUBCOMMANDS[program]()
+
+
+def check(words: list[str], checkpoint: str) -> None:
+    """Check one command that is no prose."""
     program, *rest = words
-    return CHECKS[program](rest, checkpoint)
+    CHECKS[program](rest, checkpoint)
 
 
-def _make(rest: list[str], checkpoint: str) -> bool:
+def _make(rest: list[str], checkpoint: str) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     names = [word for word in rest if "=" not in word and word not in PLACEHOLDERS | {"TARGET"}]
     unknown = [name for name in names if name not in targets]
     assert not unknown, f"no such target: {unknown}"
-    return True
 
 
-def _rocm_msa(rest: list[str], checkpoint: str) -> bool:
+def _rocm_msa(rest: list[str], checkpoint: str) -> None:
     import typer
 
     from rocm_msa.cli import app
 
     group = typer.main.get_command(app)
-    if not rest or rest[0] not in group.commands:
-        assert not rest or not rest[0].startswith("-") or rest[0] == "--help"
-        return False
+    if rest == ["--help"]:
+        return
+    assert rest[0] in group.commands, f"no command {rest[0]}"
     if rest[0] == "serve":
-        return _vllm(rest, checkpoint)
+        _vllm(rest, checkpoint)
+        return
     command = group.commands[rest[0]]
     needed = sum(p.required for p in command.params if p.param_type_name == "argument")
     given = [*rest[1:], *["X"] * (needed if len(rest) == 1 else 0)]
     command.make_context(rest[0], given)
-    return True
 
 
-def _vllm(rest: list[str], checkpoint: str) -> bool:
+def _vllm(rest: list[str], checkpoint: str) -> None:
     from vllm.entrypoints.launchers import cli_args
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if rest[0] != "serve":
-        return False
+    assert rest[0] == "serve", f"vllm {rest[0]} is not checked here"
     load_general_plugins()
     if len(rest) == 1:
-        return True
+        return
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     options = [word for word in rest[2:] if word != "[OPTIONS]"]
     parsed = parser.parse_args(["--model", checkpoint, *options])
     cli_args.validate_parsed_serve_args(parsed)
-    return True
 
 
-def _python(rest: list[str], checkpoint: str) -> bool:
+def _python(rest: list[str], checkpoint: str) -> None:
     if rest[0] == "-m":
         package, *options = rest[1:]
         source = ROOT / package / "__main__.py"
         assert source.exists() or package in ("build", "pytest", "pip"), f"no module {package}"
-        return True
+        return
     source = ROOT / rest[0]
-    if rest[0] in PLACEHOLDERS:
-        return False
     assert source.exists(), f"no file {rest[0]}"
     options = [word.partition("=")[0] for word in rest[1:] if word.startswith("--")]
     text = source.read_text()
     unknown = [option for option in options if f'"{option}"' not in text]
     assert not unknown, f"{rest[0]} has no {unknown}"
-    return True
 
 
-def _pip(rest: list[str], checkpoint: str) -> bool:
+def _pip(rest: list[str], checkpoint: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in rest:
         for extra in re.findall(r"rocm-msa\[([\w,-]+)\]", word):
             missing = set(extra.split(",")) - set(project["optional-dependencies"])
             assert not missing, f"no extra {missing}"
-    return True
 
 
-def _docker(rest: list[str], checkpoint: str) -> bool:
+def _docker(rest: list[str], checkpoint: str) -> None:
     for option, value in itertools.pairwise(rest):
         if option in ("-f", "--env-file"):
             assert (ROOT / value).exists(), f"no file {value}"
-    return True
 
 
-def _mkdocs(rest: list[str], checkpoint: str) -> bool:
-    assert rest[0] in ("build", "serve"), rest
-    return True
+def _mkdocs(rest: list[str], checkpoint: str) -> None:
+    assert rest[0] == "build", rest
 
 
+def _rocm_msa_commands() -> set[str]:
+    import typer
+
+    from rocm_msa.cli import app
+
+    return {*typer.main.get_command(app).commands, "--help"}
+
+
+SUBCOMMANDS = {
+    "rocm-msa": _rocm_msa_commands,
+    "vllm": lambda: {"serve"},
+    "docker": lambda: {"build", "compose", "run"},
+    "mkdocs": lambda: {"build"},
+}
 CHECKS = {
     "make": _make,
     "rocm-msa": _rocm_msa,

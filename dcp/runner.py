@@ -62,6 +62,7 @@ class PeerExchange:
 
     Attributes:
         shard, geometry, backend.
+        status: the word in host memory that the kernel writes an error to.
         generation: 64-bit number of the next launch, read from the device: waits for it.
 
     Raises:
@@ -119,8 +120,8 @@ class PeerExchange:
         self._generation = self._words("generation")
         self._generation.fill_(1)
         pinned = self.device.type == "cuda"
-        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
-        places = (*self._memory.addresses, self._status.data_ptr())
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        places = (*self._memory.addresses, self.status.data_ptr())
         self._addresses = torch.tensor(places, dtype=torch.int64, device=self.device)
         if pinned:
             torch.cuda.synchronize(self.device)  # ready for the first launch, on whatever stream
@@ -202,7 +203,7 @@ class PeerExchange:
 
     def check(self) -> None:
         """See api.Exchange. The kernel writes the word to host memory: nothing is waited for."""
-        error = ErrorWord.parse(int(self._status))
+        error = ErrorWord.parse(int(self.status))
         if error is not None:
             raise DcpError(error.rank, error.peer, error.site, error.generation)
 
@@ -212,7 +213,7 @@ class PeerExchange:
 
     def close(self) -> None:
         """Collective, unless there is an error: then nothing is asked of the others."""
-        self._memory.close(wait=int(self._status) == 0)
+        self._memory.close(wait=int(self.status) == 0)
 
     def _words(self, name: str) -> torch.Tensor:
         region = self.geometry.state[name]

@@ -18,7 +18,7 @@ from rocm_msa import launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.errors import Refusals, check_int, expect
-from rocm_msa.vllm_plugin import kernels
+from rocm_msa.vllm_plugin import emulated, kernels
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +109,8 @@ def start(serving: Serving, vllm_config: Any) -> DecodeCp | None:
     )
     on_cpu = vllm_config.device_config.device_type == "cpu"
     make = _between_processes if on_cpu else _between_gpus
+    if serving.options.backend == emulated.BACKEND:
+        make = emulated.exchange
     return DecodeCp(make(get_tp_group().cpu_group, serving, most, dtype), serving, scan, most)
 
 

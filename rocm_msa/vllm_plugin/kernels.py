@@ -13,7 +13,7 @@ import torch
 from rocm_msa import aot, launcher
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.ops import dispatch
-from rocm_msa.vllm_plugin import metrics
+from rocm_msa.vllm_plugin import emulated, metrics
 
 if TYPE_CHECKING:
     from rocm_msa.vllm_plugin.attention import MsaAttention
@@ -44,6 +44,9 @@ def start(serving: Serving, dtype: torch.dtype) -> None:
     options = serving.options
     if options.backend == "flydsl":
         _check_ops(serving)
+    if options.backend == emulated.BACKEND:
+        emulated.start(serving, config_of(serving, dtype))
+        return
     if torch.version.hip is None or not torch.cuda.is_available():
         return
     device = torch.device("cuda", torch.cuda.current_device())

@@ -104,6 +104,7 @@ LEVELS = (
     Level("cache_blocks", "Blocks of the KV cache of one rank."),
 )
 
+_added: list[Count] = []
 _lock = threading.Lock()
 _published: dict[tuple[str, tuple[str, ...]], int] = {}
 
@@ -123,10 +124,16 @@ def _gauge(level: Level) -> Any:
     return Gauge(name, level.text, _CACHE_LABELS, multiprocess_mode="mostrecent")
 
 
+def add(*counts: Count) -> None:
+    """Publish these too, from now on: what only a debugging backend counts."""
+    with _lock:
+        _added.extend(count for count in counts if count not in _added)
+
+
 def publish() -> None:
     """Add to the Prometheus counters what was counted since the last call."""
     with _lock:
-        for count in COUNTS:
+        for count in (*COUNTS, *_added):
             for labels, total in dict(count.source()).items():
                 new = total - _published.get((count.name, labels), 0)
                 _published[count.name, labels] = total

@@ -16,8 +16,8 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
 from rocm_msa.errors import ConfigError, Refusals, expect
-from rocm_msa.ops.dispatch import BACKENDS
-from rocm_msa.vllm_plugin import compat, decode_cp, mono_config
+from rocm_msa.ops.dispatch import CHOICES
+from rocm_msa.vllm_plugin import compat, decode_cp, emulated, mono_config
 from rocm_msa.vllm_plugin.nixl import CONNECTOR
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 
@@ -34,7 +34,7 @@ OPTIONS_KEY = "rocm_msa"
 class Options:
     """What `--additional-config` can set.
 
-    backend: backend of all ops, None lets each op choose.
+    backend: backend of all ops, None lets each op choose; "emulated": docs/emulated.md.
     code_objects: folder of `rocm-msa compile`, None for the one in the package; gfx950 only.
     indexer_decode_cp: same as the attention-config flag, for the Python API.
     indexer_decode_cp_min_blocks: blocks from which decode batches are shared, None computes them.
@@ -110,6 +110,10 @@ def resolve(vllm_config: Any) -> Serving:
     _check_engine(vllm_config, options, refusals)
     decode_cp.check_config(vllm_config, options, index_dtype, refusals)
     _check_quantization(vllm_config, refusals)
+    if rank is not None:
+        share = decode_cp.asked_for(vllm_config, options)
+        dtypes = (main_dtype, index_dtype)
+        emulated.check_config(vllm_config, options, model, dtypes, share, refusals)
     shape = None
     if model is not None:
         shape = mono_config.check(vllm_config, options, model, refusals)
@@ -148,8 +152,8 @@ def _options(vllm_config: Any, refusals: Refusals) -> Options:
         )
     options = Options(**{k: v for k, v in given.items() if k in known})
     refusals.check(
-        options.backend is None or options.backend in BACKENDS,
-        expect(f"additional_config.{OPTIONS_KEY}.backend", f"one of {BACKENDS}", options.backend),
+        options.backend is None or options.backend in CHOICES,
+        expect(f"additional_config.{OPTIONS_KEY}.backend", f"one of {CHOICES}", options.backend),
     )
     _check_code_objects(options.code_objects, refusals)
     for key in ("indexer_decode_cp", "mono"):

@@ -59,7 +59,7 @@ def reachable(made, exchange):
     if exchange._memory.closed:
         return []
     boxes = [one._memory.view(0, (one._memory.nbytes,), torch.uint8) for one in made]
-    return [*boxes, exchange._status]
+    return [*boxes, exchange.status]
 
 
 def queue(machine, made, rank, **how):
@@ -184,7 +184,7 @@ def test_the_compiled_backend_gets_the_same_memory():
         assert grid == (2,) and build.ranks == RANKS and build.results == "candidates"
         passed = [a for a in args if isinstance(a, torch.Tensor)]
         (addresses,) = [t for t in passed if t.dtype == torch.int64]
-        assert addresses.tolist() == [*made[1]._memory.addresses, made[1]._status.data_ptr()]
+        assert addresses.tolist() == [*made[1]._memory.addresses, made[1].status.data_ptr()]
         assert any(t is made[1]._state for t in passed)
     with exchanges(backend=None) as made:
         assert [one.backend for one in made] == ["triton"] * RANKS
@@ -236,12 +236,12 @@ def test_arguments_are_checked():
 def _in_processes(rank, ranks):
     exchange = make(None)
     error = ErrorWord(Site.RESULTS, peer=1, rank=0, generation=77)
-    exchange._status.fill_(error.word)
+    exchange.status.fill_(error.word)
     try:
         exchange.check()
     except DcpError as raised:
         told = str(raised)
-    exchange._status.zero_()
+    exchange.status.zero_()
     table = exchange._addresses.tolist()
     exchange.close()
     exchange.close()

@@ -51,6 +51,11 @@ class MonoRunner:
         patience_ms: after which a wait for one missing peer ends.
         workgroups: of a launch; None: one a compute unit.
         runtime: of the peer memory; None finds torch's.
+        kernels: what launches; None: what launcher.py has loaded for `device`.
+
+    Attributes:
+        memory: what the kernel is given besides a launch's own arguments. status: int64 [1] on the
+        host, the word that a kernel writes an error to.
 
     Raises:
         PeerMemoryError: on all ranks alike, with every rank's reasons.
@@ -67,6 +72,7 @@ class MonoRunner:
         patience_ms: int = 1000,
         workgroups: int | None = None,
         runtime: PeerRuntime | None = None,
+        kernels: launcher.Launcher | None = None,
     ) -> None:
         self._group = as_group(group)
         if self._group.ranks != shape.tp:
@@ -76,7 +82,7 @@ class MonoRunner:
         workgroups = plan.grid() if workgroups is None else workgroups
         plan.check_workgroups(workgroups, GFX950.compute_units)
         self._shape, self.build, self.max_blocks = shape, Build.from_shape(shape), max_blocks
-        self.device = torch.device(device)
+        self.device, self._kernels = torch.device(device), kernels
         layout = plan.mailbox_layout(shape)
         self._peers = PeerMemory(
             self._group, layout.nbytes, self.device, runtime=runtime,
@@ -93,8 +99,8 @@ class MonoRunner:
             for n in (plan.state_layout().nbytes, plan.scratch_layout(shape, max_blocks).nbytes)
         )
         pinned = self.device.type == "cuda"
-        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
-        places = [*self._peers.addresses, self._status.data_ptr()]
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        places = [*self._peers.addresses, self.status.data_ptr()]
         addresses = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.memory = Memory(scratch, state, addresses, self._group.rank, patience_ms, workgroups)
         self._generation.fill_(1)
@@ -136,11 +142,15 @@ class MonoRunner:
             self.build, self.memory, weights, caches, batch, hidden, residual, hidden_out,
             residual_out,
         )  # fmt: skip
-        launcher.launch(self.build, (self.memory.workgroups,), args, self.device)
+        grid = (self.memory.workgroups,)
+        if self._kernels is None:
+            launcher.launch(self.build, grid, args, self.device)
+        else:
+            self._kernels.launch(self.build, grid, args)
 
     def check(self) -> None:
         """Raise the error of a launch that failed. The kernel writes it to host memory: no wait."""
-        error = decode(int(self._status))
+        error = decode(int(self.status))
         if error is not None:
             raise error
 
@@ -155,7 +165,7 @@ class MonoRunner:
         self._peers.view(0, (nbytes,), torch.uint8).zero_()
         self.memory.state.zero_()
         self._generation.fill_(1)
-        self._status.zero_()
+        self.status.zero_()
         self._synchronize()
         self._group.all_gather_object("reset: my mailbox is empty")
 
@@ -170,7 +180,7 @@ class MonoRunner:
 
     def close(self) -> None:
         """Collective, unless there is an error: then nothing is asked of the others."""
-        self._peers.close(wait=int(self._status) == 0)
+        self._peers.close(wait=int(self.status) == 0)
 
     @property
     def _generation(self) -> torch.Tensor:

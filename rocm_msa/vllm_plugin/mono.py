@@ -26,6 +26,7 @@ from vllm.forward_context import get_forward_context
 from rocm_msa import launcher
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.config_read import as_dict
+from rocm_msa.ops.dispatch import EMULATED
 from rocm_msa.vllm_plugin import metrics
 from rocm_msa.vllm_plugin.mono_config import BUILD_COMMAND, FLAG
 
@@ -48,6 +49,8 @@ _CPU_TIMEOUT_S = 300.0
 """For one message. The ranks wait for each other in every layer anyway."""
 _GPU_PATIENCE_MS = 20_000
 """Of a wait for one missing peer; beyond what a rank may be behind another."""
+_EMULATED_WORKGROUPS = 8
+"""Of a launch: any number gives the same bits, and the emulator's time grows with it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,12 @@ def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> 
     from mono_kernel.checkpoint_formats import mono_layers
 
     max_blocks = -(-vllm_config.model_config.max_model_len // BLOCK_TOKENS)
-    on_cpu = vllm_config.device_config.device_type == "cpu"
-    make = _between_processes if on_cpu else _between_gpus
+    if serving.options.backend == EMULATED:
+        make = _between_emulators
+    elif vllm_config.device_config.device_type == "cpu":
+        make = _between_processes
+    else:
+        make = _between_gpus
     runner = make(get_tp_group().cpu_group, shape, max_blocks)
     numbers = mono_layers(serving.model)
     mono = Mono(runner, {number: attention[number] for number in numbers}, max_blocks)
@@ -143,6 +150,21 @@ def collector(
 
     config = as_dict(text_config) | {"quantization_config": quantisation}
     return LayerCollector(mono, serving.mono, get_tensor_model_parallel_rank(), config)
+
+
+def _between_emulators(group: Any, shape: Any, max_blocks: int) -> Any:
+    from mono_kernel.runner import MonoRunner
+    from rocm_msa.emulated import EmulatedPeers
+
+    kernels = launcher.offered(EMULATED)
+    if kernels is None:
+        raise RuntimeError(f"{FLAG}: no emulator was started in this process")
+    runner = MonoRunner(
+        group, shape, max_blocks=max_blocks, device="cpu", patience_ms=_GPU_PATIENCE_MS,
+        workgroups=_EMULATED_WORKGROUPS, runtime=EmulatedPeers(kernels.gpu), kernels=kernels,
+    )  # fmt: skip
+    kernels.gpu.map(runner.status)
+    return runner
 
 
 class Mono:

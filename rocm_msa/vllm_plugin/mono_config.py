@@ -15,6 +15,7 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.config import ModelConfig
 from rocm_msa.config_read import as_dict
 from rocm_msa.errors import ConfigError, Refusals, expect
+from rocm_msa.ops.dispatch import EMULATED
 from rocm_msa.vllm_plugin import compat
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from rocm_msa.vllm_plugin.verify import Options
 
 FLAG = "mono"
-BACKENDS = {"cpu": ("reference",), "rocm": ("flydsl",)}
-"""Of the layer, by device: on the CPU PyTorch, on ROCm the compiled kernel."""
+BACKENDS = {"cpu": ("reference", EMULATED), "rocm": ("flydsl",)}
+"""Of the layer, by device: on the CPU PyTorch, or the compiled kernel in the emulator; on ROCm the
+compiled kernel."""
 BUILD_COMMAND = f"{launcher.BUILD_COMMAND} --mono config"
 
 

@@ -56,7 +56,7 @@ def launch(made, group: Group, monkeypatch, ranks=range(RANKS), schedule: Schedu
         rank = args[[a.name for a in entry.arguments].index("rank")]
         machine.launch(
             code, entry.symbol, (*grid, 1, 1), entry.block, packed_arguments(args, entry),
-            lds_bytes=entry.dynamic_lds, rank=rank, buffers=[*boxes, made[rank]._status],
+            lds_bytes=entry.dynamic_lds, rank=rank, buffers=[*boxes, made[rank].status],
         )  # fmt: skip
 
     monkeypatch.setattr(runner.launcher, "launch", queue)

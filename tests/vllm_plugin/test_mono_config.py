@@ -70,7 +70,8 @@ REFUSED = [
     ({"device": "xpu"}, ["device: expected one of ('cpu', 'rocm'), got xpu"]),
     ({"device": "cuda"}, ["device: expected one of ('cpu', 'rocm'), got cuda"]),
     ({"backend": "reference"}, []),
-    ({"backend": "triton"}, ["backend: expected None or one of ('reference',), got triton"]),
+    ({"backend": "emulated"}, []),
+    ({"backend": "triton"}, ["backend: expected None or one of ('reference', 'emulated'), got tr"]),
 ]
 
 

@@ -177,7 +177,8 @@ def test_counters_are_exported():
 
 
 def serving(shape: Shape | None):
-    return SimpleNamespace(mono=shape, model=MINIMAX_M3, decode_cp=False)
+    options = SimpleNamespace(backend=None)
+    return SimpleNamespace(mono=shape, model=MINIMAX_M3, decode_cp=False, options=options)
 
 
 def test_without_the_flag_there_is_nothing():

@@ -1,6 +1,7 @@
 """What the ops cost on gfx950: COUNTED in the emulator, times MODELLED, nothing measured.
 
     python benchmarks/bench_ops_gfx950.py [--backend flydsl] [--ops sparse_decode,...] [--json FILE]
+    python benchmarks/bench_ops_gfx950.py --backend flydsl --store    # what `verify` expects
 
 One GPU of four (TP4): 16 query heads, 1 KV head, 1 index head of 128, caches as in service (larger
 than 2 GiB). A row is a kernel's launches of one call: wave-instructions, of these VALU and MFMA;
@@ -13,7 +14,6 @@ latency ignored) and what bounds it.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -25,174 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gfx950_emu import Checks, Schedule
 from gfx950_emu.report import LaunchReport
-from rocm_msa import launcher, ops
-from rocm_msa.aot import ServingConfig, builds
-from rocm_msa.cache import IndexCache, MainCache
+from rocm_msa import launcher
 from rocm_msa.code_object import kernel_metadata
+from rocm_msa.selfcheck import times
+from rocm_msa.selfcheck.bench_cases import OPS, Case, cases_of, dense_attention
+from rocm_msa.selfcheck.kernels import KINDS, builds
 from tests.launcher.emulated import emulated as emulated_flydsl
 from tests.ops.emulated_triton import CACHES, emulated
 
-DIM, BLOCK, TOPK = 128, 128, 16
-HEADS = ops.Heads(q=16, kv=1, index=1, head_dim=DIM, rotary_dim=64)
-KINDS = ("nvfp4", "fp8", "bf16")
 FAST = Schedule("round_robin", 0, (100_000, 100_000))
-
-Case = tuple[str, int, Callable[..., object]]  # shape, least bytes, call
-
-
-def later(op: Callable, *args: object) -> Callable[..., object]:
-    return functools.partial(op, *args)
-
-
-def caches(blocks: int, dtype: str) -> tuple[MainCache, IndexCache]:
-    """Random bytes: what a kernel does hardly depends on them, how much not at all."""
-    main = MainCache.allocate(blocks, HEADS.kv, dtype)
-    index = IndexCache.allocate(blocks, dtype)
-    for cache in (main, index):
-        cache.pages.random_(0, 256, generator=torch.Generator().manual_seed(blocks))
-    return main, index
-
-
-def table_of(requests: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(block table, seq_lens): every block has a page of its own."""
-    table = torch.randperm(requests * (length // BLOCK)).int().view(requests, -1)
-    return table, torch.full((requests,), length, dtype=torch.int32)
-
-
-def q_of(rows: int, heads: int) -> torch.Tensor:
-    return torch.randn(rows, heads, DIM).bfloat16()
-
-
-def size(*tensors: torch.Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def lists_of(rows: int, blocks: int) -> torch.Tensor:
-    ids = [torch.randperm(blocks)[:TOPK] for _ in range(rows)]
-    return torch.stack(ids).int().view(1, rows, -1)
-
-
-def qkv_insert(dtype: str) -> Iterator[Case]:
-    for tokens in (32, 1024):
-        main, index = caches(-(-tokens // BLOCK), dtype)
-        qkv = torch.randn(tokens, HEADS.qkv_columns).bfloat16()
-        norms = ops.Norms(*(torch.zeros(DIM).bfloat16() for _ in range(4)))
-        angles, where = torch.randn(tokens, HEADS.rotary_dim), torch.arange(tokens)
-        stored = tokens * (main.page.page_bytes + index.page.page_bytes) // BLOCK
-        least = size(qkv) + tokens * (HEADS.q + HEADS.index) * DIM * 2 + stored + size(angles)
-        yield (
-            f"{tokens} tokens",
-            least + 3 * size(where),
-            later(ops.qkv_insert, qkv, norms, angles, where, main, index, where, where + 0, HEADS),
-        )
-
-
-def index_score_decode(dtype: str) -> Iterator[Case]:
-    for requests, rows, length in ((16, 1, 16384), (8, 4, 16384)):
-        _, index = caches(requests * length // BLOCK, dtype)
-        table, lens = table_of(requests, length)
-        q = q_of(requests * rows, HEADS.index)
-        out = q.shape[0] * HEADS.index * table.shape[1] * 4
-        yield (
-            f"{requests} x {rows} rows of {length // 1024}K",
-            size(q, table, lens, index.pages) + out,
-            later(ops.index_score_decode, q, index, table, lens, rows),
-        )
-
-
-def index_score_prefill(dtype: str) -> Iterator[Case]:
-    tokens, length = 1024, 8192
-    _, index = caches(length // BLOCK, dtype)
-    table, lens = table_of(1, length)
-    q, cu = q_of(tokens, HEADS.index), torch.tensor([0, tokens], dtype=torch.int32)
-    out = tokens * HEADS.index * table.shape[1] * 4
-    yield (
-        f"{tokens} tokens at {length // 1024}K",
-        size(q, table, lens, index.pages) + out,
-        later(ops.index_score_prefill, q, index, table, cu, lens),
-    )
-
-
-def block_topk(dtype: str) -> Iterator[Case]:
-    if dtype != KINDS[0]:
-        return
-    for rows, blocks in ((32, 1024), (512, 1024), (1, 8192)):
-        scores = torch.randn(1, rows, blocks)
-        nb = torch.full((rows,), blocks, dtype=torch.int32)
-        yield (
-            f"{rows} rows of {blocks} blocks",
-            size(scores, nb) + rows * TOPK * 4,
-            later(ops.block_topk, scores, nb),
-        )
-
-
-def select_decode(dtype: str) -> Iterator[Case]:
-    for requests, rows, length in ((16, 1, 16384), (8, 4, 16384), (1, 1, 8192 * BLOCK)):
-        stored = min(length, 16384)  # longer contexts: the same pages again
-        _, index = caches(requests * stored // BLOCK, dtype)
-        table, lens = table_of(requests, stored)
-        table, lens = table.repeat(1, length // stored), lens * (length // stored)
-        q = q_of(requests * rows, HEADS.index)
-        blocks = torch.full((q.shape[0],), length // BLOCK, dtype=torch.int32)
-        counters = torch.zeros(requests, dtype=torch.int32)
-        yield (
-            f"{requests} x {rows} rows of {length // 1024}K",
-            size(q, table, lens, index.pages) + q.shape[0] * HEADS.index * TOPK * 4,
-            functools.partial(
-                ops.select_decode, q, index, table, lens, rows, blocks, TOPK, counters=counters
-            ),
-        )
-
-
-def sparse_decode(dtype: str) -> Iterator[Case]:
-    for requests, rows in ((128, 1), (32, 4)):
-        count = requests * rows
-        main, _ = caches(count * TOPK, dtype)
-        table, lens = table_of(requests, rows * TOPK * BLOCK)
-        ids = torch.arange(rows * TOPK).int().view(1, rows, TOPK).repeat(1, requests, 1)
-        q = q_of(count, HEADS.q)
-        yield (
-            f"{requests} x {rows} rows",
-            size(q, q, table, lens, ids, main.pages) + count * HEADS.q * 4,
-            later(ops.sparse_decode, q, main, ids, table, lens, rows, 0.09),
-        )
-
-
-def sparse_prefill(dtype: str) -> Iterator[Case]:
-    tokens, length = 256, 8192
-    main, _ = caches(length // BLOCK, dtype)
-    table, lens = table_of(1, length)
-    q, cu = q_of(tokens, HEADS.q), torch.tensor([0, tokens], dtype=torch.int32)
-    ids = lists_of(tokens, length // BLOCK)
-    yield (
-        f"{tokens} tokens at {length // 1024}K",
-        size(q, q, table, lens, ids, main.pages) + tokens * HEADS.q * 4,
-        later(ops.sparse_prefill, q, main, ids, table, cu, lens, 0.09),
-    )
-
-
-def dense_attention(dtype: str) -> Iterator[Case]:
-    tokens = length = 256
-    main, _ = caches(length // BLOCK, dtype)
-    table, lens = table_of(1, length)
-    q, cu = q_of(tokens, HEADS.q), torch.tensor([0, tokens], dtype=torch.int32)
-    yield (
-        f"{tokens} tokens at {length}",
-        size(q, q, table, lens, main.pages) + tokens * HEADS.q * 4,
-        later(ops.dense_attention, q, main, table, cu, lens, 0.09),
-    )
-
-
-OPS = (
-    qkv_insert,
-    index_score_decode,
-    index_score_prefill,
-    block_topk,
-    select_decode,
-    sparse_decode,
-    sparse_prefill,
-    dense_attention,
-)
 
 
 def rows_of(backend: str, op: str, dtype: str, case: Case) -> list[dict]:
@@ -224,8 +65,7 @@ def run_triton(_: str, call: Callable) -> Iterator[tuple[str, dict, LaunchReport
 
 
 def run_flydsl(dtype: str, call: Callable) -> Iterator[tuple[str, dict, LaunchReport]]:
-    config = ServingConfig(HEADS.q, HEADS.kv, HEADS.index, DIM, HEADS.rotary_dim, dtype, dtype)
-    with emulated_flydsl(builds(config), checks=Checks.NONE, schedule=FAST) as reports:
+    with emulated_flydsl(builds([dtype]), checks=Checks.NONE, schedule=FAST) as reports:
         call(backend="flydsl")
         loaded = launcher.active(torch.device("cpu")).kernels
     by_symbol = {entry.symbol: entry for entry in loaded}
@@ -288,9 +128,11 @@ def main() -> None:
     parser.add_argument("--ops", default="", help="names, by comma; all by default")
     parser.add_argument("--backend", choices=tuple(RUNS), default="triton")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--store", action="store_true", help="write rocm_msa/selfcheck's figures")
     arguments = parser.parse_args()
+    if arguments.store and (arguments.backend != "flydsl" or arguments.ops):
+        parser.error("--store takes --backend flydsl and all ops")
     wanted = arguments.ops.split(",") if arguments.ops else [op.__name__ for op in OPS]
-    torch.manual_seed(0)
     print("Counted in the emulator; times are modelled, not measured.\n")
     print("| " + " | ".join(COLUMNS.values()) + " |")
     print("|" + "---|" * len(COLUMNS))
@@ -299,12 +141,14 @@ def main() -> None:
         if arguments.backend == "flydsl" and op is dense_attention:
             continue  # it has no FlyDSL kernels
         for dtype in KINDS if op.__name__ in wanted else ():
-            for case in op(dtype):
+            for case in cases_of(op, dtype):
                 for row in rows_of(arguments.backend, op.__name__, dtype, case):
                     rows.append(row)
                     print("| " + " | ".join(shown(row.get(c, "")) for c in COLUMNS) + " |")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.store:
+        times.store(rows, "python benchmarks/bench_ops_gfx950.py --backend flydsl --store")
 
 
 if __name__ == "__main__":

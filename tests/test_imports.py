@@ -26,6 +26,7 @@ LAYERS = [
     "aot launcher",
     "ops capacity checkpoint emulated",
     "parallel /mono_kernel /dcp",
+    "selfcheck",
     "vllm_plugin cli demo",
 ]
 LAYERS = [

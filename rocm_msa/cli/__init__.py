@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rocm_msa.cli import capacity, compile, demo, doctor, make_checkpoint, serve
+from rocm_msa.cli import capacity, compile, demo, doctor, make_checkpoint, serve, verify
 
 app = typer.Typer(
     name="rocm-msa",
@@ -19,6 +19,7 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("capacity")(capacity.capacity)
 app.command("compile")(compile.compile_kernels)
+app.command("verify")(verify.verify)
 app.command("make-checkpoint")(make_checkpoint.make_checkpoint)
 
 

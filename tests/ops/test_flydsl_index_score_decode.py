@@ -16,9 +16,9 @@ from rocm_msa.cache import IndexCache
 from rocm_msa.ops import index_score_decode
 from rocm_msa.ops.index_score_decode import flydsl_gfx950 as module
 from rocm_msa.ops.index_score_decode.flydsl_gfx950 import Build
+from rocm_msa.selfcheck.rounded import table_rounded
 from tests.launcher.emulated import SCHEDULES, assert_clean, emulated, resources, useful
 from tests.ops.cases import DTYPES, Batch, guarded, guards_intact, make_batch, queries
-from tests.ops.rounded import table_rounded
 
 TOLERANCE = 128 * 2.0**-23
 DIM, BLOCK = 128, 128

@@ -8,9 +8,9 @@ import torch
 from rocm_msa.ops import index_score_prefill
 from rocm_msa.ops.index_score_prefill import flydsl_gfx950 as module
 from rocm_msa.ops.index_score_prefill.flydsl_gfx950 import Build
+from rocm_msa.selfcheck.rounded import table_rounded
 from tests.launcher.emulated import SCHEDULES, assert_clean, emulated, resources, useful
 from tests.ops.cases import DTYPES, Batch, guarded, guards_intact, int32, make_batch, queries
-from tests.ops.rounded import table_rounded
 
 TOLERANCE = 128 * 2.0**-23  # of the largest score that the vectors allow: the order of additions
 DIM, BLOCK = 128, 128

@@ -29,6 +29,7 @@ from rocm_msa.comm.group import as_group
 from rocm_msa.comm.peer_memory import PeerMemory
 from rocm_msa.comm.runtime import PeerRuntime
 from rocm_msa.errors import check_int, expect
+from rocm_msa.ops.flydsl_host import keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +167,16 @@ class PeerExchange:
         *,
         out: torch.Tensor | None = None,
     ) -> None:
-        """Compile what `select` would launch, on this rank alone.
+        """Make ready what `select` would launch, on this rank alone.
 
-        To be done on all ranks before the first launch: whoever still compiles is late for the
-        others. With compiled kernels (flydsl) there is nothing to do.
+        To be done on all ranks before the first launch, and before a capture: Triton compiles (who
+        still does is late for the others), compiled kernels (flydsl) get the table of NVFP4 values.
         """
         if self.backend == "triton":
             paging = (index_cache, block_table, seq_lens, rows_per_request, num_blocks)
             self._run(index_q, *paging, topk, init_blocks, local_blocks, out, launch=False)
+        else:
+            keys_of(index_cache)
 
     def _run(
         self, index_q, index_cache, block_table, seq_lens, rows_per_request, num_blocks, topk,

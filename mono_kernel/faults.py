@@ -6,7 +6,7 @@ bit 32 set, 0..31 the low half of the generation (rocm_msa/device/mailbox.py wri
 
 from __future__ import annotations
 
-from mono_kernel.plan import HAND_OFFS, PHASE_NAMES, SITES
+from mono_kernel.plan import EXCHANGED, HAND_OFFS, PHASE_NAMES, SITES
 
 TOLD = 0  # site of a rank that was told by a peer before it read the peer's word
 
@@ -21,13 +21,21 @@ def sum_site(phase: str) -> int:
     return 1 + HAND_OFFS + SITES.index(phase)
 
 
+def exchange_site(part: str) -> int:
+    """Of a part of the index exchange."""
+    return 1 + HAND_OFFS + len(SITES) + EXCHANGED.index(part)
+
+
 def site_name(site: int) -> str:
     if site == TOLD:
         return "a fault that a peer reported"
     if site <= HAND_OFFS:
         phase, after = PHASE_NAMES[site - 1 : site + 1]
         return f"the meeting of its workgroups between phases {phase} and {after}"
-    return f"the sum over ranks in phase {SITES[site - 1 - HAND_OFFS]}"
+    number = site - 1 - HAND_OFFS
+    if number < len(SITES):
+        return f"the sum over ranks in phase {SITES[number]}"
+    return f"the index exchange's {EXCHANGED[number - len(SITES)]}"
 
 
 class MonoError(RuntimeError):

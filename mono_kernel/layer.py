@@ -144,6 +144,7 @@ def compile_kernel(build: Build) -> Compiled:
         rank: fx.Int32,
         patience: fx.Int32,  # milliseconds
         workgroups: fx.Int32,
+        most_blocks: fx.Int32,  # that the mailboxes were laid out for
     ):
         a = SimpleNamespace(
             hidden=hidden, residual=residual, hidden_out=hidden_out, residual_out=residual_out,
@@ -156,6 +157,7 @@ def compile_kernel(build: Build) -> Compiled:
             main_slots=main_slots, index_slots=index_slots, requests=requests,
             rows_per_request=rows_per_request, cos_sin=cos_sin, max_position=max_position,
             addresses=addresses, state=state, rank=rank, patience=patience, workgroups=workgroups,
+            most_blocks=most_blocks,
         )  # fmt: skip
         _run(build, a)
 

@@ -51,7 +51,7 @@ class Memory:
     """Buffers of a rank that stay where they are. weights of the layer: weight_layout.
 
     scratch, state, mailbox: plan's layouts. addresses: int64 [ranks + 1], the ranks' mailboxes and
-    a word that the host reads.
+    a word that the host reads. max_blocks: that the mailboxes were laid out for; for the exchange.
     """
 
     scratch: torch.Tensor
@@ -60,6 +60,7 @@ class Memory:
     rank: int
     patience: int  # milliseconds
     workgroups: int
+    max_blocks: int = 1
 
 
 def arguments(
@@ -92,6 +93,9 @@ def arguments(
     if memory.scratch.numel() < scratch:
         raise ValueError(expect("scratch", f">= {scratch} bytes", memory.scratch.numel()))
     plan.check_workgroups(memory.workgroups, plan.MAX_WORKGROUPS)
+    if build.exchange and max_blocks > memory.max_blocks:
+        limit = f"<= {memory.max_blocks} (Memory.max_blocks)"
+        raise ValueError(expect("block_table.shape[1]", limit, max_blocks))
     k_factor, v_factor, table = scales_and_table(main, hidden.device)
     index_factor, index_table = keys_of(index)
     return [
@@ -107,6 +111,7 @@ def arguments(
         batch.seq_lens.shape[0], batch.rows_per_request,
         batch.cos_sin, batch.cos_sin.shape[0],
         memory.addresses, memory.state, memory.rank, memory.patience, memory.workgroups,
+        memory.max_blocks,
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ the tasks w, w + workgroups, ... The grid meets between phases (README.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,12 +32,17 @@ SLOTS_A_TASK = WAVES  # of the attention: a page a wave
 REGION_ALIGN = 128
 WORD_BYTES = 8  # of the all-reduce: an fp32 value and a tag
 SITES = ("output", "down")  # phases that end in an all-reduce
+EXCHANGED = ("queries", "results")  # of the index exchange, in phases score and attend
+QUERY_WORDS = HEAD_DIM // 2  # of a row and index head: two bf16 values each
+SCRUB_WORDS = 1024  # of the results that a launch clears
 MAX_WORKGROUPS = 256
 PARTIAL_BYTES = 2 * GROUP * HEAD_DIM  # fp16, of a page and row: ops/flydsl_partial.py
 TABLE_BYTES = 2048
 V_BYTES = 19456  # of a page in LDS, see rocm_msa/ops/flydsl_page.py
 LISTS_BYTES = 1024  # of the selection: a list of keys and of ids a wave, then ids a wave
 AHEAD_EXPERTS = 8  # most experts whose next tiles are asked for ahead
+PEER_SECONDS = 1.5e-6  # of a wait for a word of a peer: assumed, see the benchmark
+NEVER = 1 << 31  # more blocks than any request has
 FEW = 2  # rows, or (row, KV head) pairs, up to which every workgroup makes operands for itself
 
 INPUTS = ("hidden", "residual", "weights", "main_cache", "index_cache", "batch")
@@ -78,7 +84,12 @@ PHASES = (
         ("q", "index_q", "main_cache", "index_cache"),
     ),
     # From `projected`, not from `index_q`: for requests of one row no meeting lies between.
-    Phase("score", None, ("projected", "weights", "index_cache", "batch"), ("scores", "own_q")),
+    Phase(
+        "score",
+        None,
+        ("projected", "weights", "index_cache", "batch"),
+        ("scores", "own_q", "all_q"),
+    ),
     Phase(
         "attend",
         lambda s, rows: s.kv_heads * rows * (s.topk // SLOTS_A_TASK),
@@ -159,6 +170,20 @@ def score_blocks(
     return range(first, blocks, waves)
 
 
+def exchange_threshold(shape: Shape, requests: int, rows: int) -> int:
+    """Blocks a request from which sharing the scan saves more than it costs, modelled.
+
+    saved(B) = requests B page (1 - 1/P) / memory rate
+    cost     = two waits for a peer + (queries + results(B)) / link rate
+    """
+    page = BLOCK_TOKENS * (HEAD_DIM // 2 + HEAD_DIM // 16)
+    pairs = rows * shape.index_heads * WORD_BYTES
+    a_block = requests * page * (1 - 1 / shape.tp) / GFX950.hbm_bytes_per_s
+    a_block -= pairs / shape.tp / GFX950.fabric_link_bytes_per_s
+    cost = 2 * PEER_SECONDS + pairs * QUERY_WORDS / GFX950.fabric_link_bytes_per_s
+    return math.ceil(cost / a_block) if a_block > 0 else NEVER
+
+
 def expert_list(chosen: Iterable[Iterable[int]]) -> list[int]:
     """Experts that any row goes through, ascending; -1 is no choice."""
     return sorted({expert for row in chosen for expert in row if expert >= 0})
@@ -185,6 +210,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
     projected         bf16 [rows, features]
     q, index_q        bf16 [rows, heads, 128]
     own_q             bf16 [256 workgroups, rows, index_heads, 128], each its own
+    all_q             likewise with all ranks' index heads, if they exchange
     selected          int32 [kv_heads, rows, topk]
     part_x            fp32 [kv_heads, rows, topk, 16]
     part_o            fp16 [kv_heads, rows, topk, 2048] in lane order
@@ -206,6 +232,7 @@ def scratch_layout(shape: Shape, max_blocks: int) -> Layout:
         ("q", 2 * rows * s.attended),
         ("index_q", 2 * rows * s.index_heads * HEAD_DIM),
         ("own_q", 2 * MAX_WORKGROUPS * rows * s.index_heads * HEAD_DIM),
+        ("all_q", 2 * MAX_WORKGROUPS * rows * s.scored_heads * HEAD_DIM if s.exchange else 0),
         ("selected", 4 * items),
         ("part_x", 4 * GROUP * items),
         ("part_o", PARTIAL_BYTES * items),
@@ -233,15 +260,23 @@ def state_layout() -> Layout:
     return pack([*sizes, ("flags", 8 * HAND_OFFS * MAX_WORKGROUPS)], align=8)
 
 
-def mailbox_layout(shape: Shape) -> Layout:
-    """What the peers write to. Zero before the first launch.
+def mailbox_layout(shape: Shape, max_blocks: int = 1) -> Layout:
+    """What the peers write to. Zero before the first launch. max_blocks: most of a request, for the
+    exchange.
 
     errors    int64 [ranks]: the error word that each rank sent
     a region a site: 64-bit words [ranks, hidden / 16, 4, 64], an fp32 value in the low half and the
               tag above it: lane l of tile t holds outputs 16 t + 4 (l // 16) + r of row l % 16
+    queries   words [ranks, rows, index_heads, 64]: a rank's index queries, two values a word
+    results   words [2 launches, index_heads, rows, max_blocks]: scores of this rank's index heads
     """
     words = shape.tp * _tiles(shape.hidden) * TILE * MAX_ROWS
     sizes = [("errors", WORD_BYTES * shape.tp), *((site, WORD_BYTES * words) for site in SITES)]
+    if shape.exchange:
+        check_int("max_blocks", max_blocks, 1)
+        pairs = MAX_ROWS * shape.index_heads
+        sizes.append(("queries", WORD_BYTES * shape.tp * pairs * QUERY_WORDS))
+        sizes.append(("results", WORD_BYTES * 2 * pairs * max_blocks))
     return pack(sizes, align=REGION_ALIGN)
 
 

@@ -83,7 +83,7 @@ class MonoRunner:
         plan.check_workgroups(workgroups, GFX950.compute_units)
         self._shape, self.build, self.max_blocks = shape, Build.from_shape(shape), max_blocks
         self.device, self._kernels = torch.device(device), kernels
-        layout = plan.mailbox_layout(shape)
+        layout = plan.mailbox_layout(shape, max_blocks)
         self._peers = PeerMemory(
             self._group, layout.nbytes, self.device, runtime=runtime,
             terms={
@@ -102,7 +102,9 @@ class MonoRunner:
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         places = [*self._peers.addresses, self.status.data_ptr()]
         addresses = torch.tensor(places, dtype=torch.int64, device=self.device)
-        self.memory = Memory(scratch, state, addresses, self._group.rank, patience_ms, workgroups)
+        self.memory = Memory(
+            scratch, state, addresses, self._group.rank, patience_ms, workgroups, max_blocks
+        )  # fmt: skip
         self._generation.fill_(1)
         self._synchronize()  # ready for the first launch, on whatever stream
         logger.info(
@@ -161,7 +163,7 @@ class MonoRunner:
         """
         self._synchronize()
         self._group.all_gather_object("reset: my launches are over")
-        nbytes = plan.mailbox_layout(self._shape).nbytes
+        nbytes = plan.mailbox_layout(self._shape, self.max_blocks).nbytes
         self._peers.view(0, (nbytes,), torch.uint8).zero_()
         self.memory.state.zero_()
         self._generation.fill_(1)

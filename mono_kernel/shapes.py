@@ -24,6 +24,7 @@ EXPERT_FORMATS = ("mxfp4", "nvfp4", "mxfp8")
 MAX_EXPERTS = 256  # the router's workgroup looks at one expert a lane
 MAX_CHOSEN = 8
 _TOPK = 16
+_TILES = 4  # of 16 (row, index head) pairs that a wave scores at once
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Formats:
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's share of a layer. `shared`: width of the shared expert, 0 without one."""
+    """One rank's share of a layer. `shared`: width of the shared expert, 0 without one. `exchange`:
+    the ranks share the index scan, each scores its part of the blocks for all index heads."""
 
     tp: int
     hidden: int
@@ -62,6 +64,7 @@ class Shape:
     alpha: float
     beta: float
     limit: float
+    exchange: bool = False
 
     def __post_init__(self) -> None:
         refusals = Refusals("the mono kernel cannot serve this layer")
@@ -98,6 +101,11 @@ class Shape:
         )
         for name in ("routed_format", "shared_format"):
             check(getattr(self, name) in EXPERT_FORMATS, name, f"one of {EXPERT_FORMATS}")
+        fits = self.tp > 1 and self.kv_replicas == 1 and self.tp * self.index_heads <= _TILES
+        refusals.check(
+            fits or not self.exchange,
+            expect("exchange", f"ranks with index heads of their own, <= {_TILES} in all", "other"),
+        )
         check(self.limit > 0 and self.largest_active < 256, "limit", "> 0, its SwiGLU below 256")
         refusals.raise_if_any()
 
@@ -161,6 +169,11 @@ class Shape:
     def whole_kv_heads(self) -> int:
         """KV heads of the model."""
         return self.kv_heads * self.tp // self.kv_replicas
+
+    @property
+    def scored_heads(self) -> int:
+        """Index heads that this rank scores blocks for."""
+        return self.index_heads * (self.tp if self.exchange else 1)
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 
+from mono_kernel.phases import exchange
 from mono_kernel.phases.score import row_range
 from mono_kernel.plan import LANES, PARTIAL_BYTES, SLOTS_A_TASK, V_BYTES, WAVES
 from mono_kernel.shapes import GROUP, HEAD_DIM, MAX_ROWS
@@ -69,14 +70,9 @@ def _select(ctx, head, row, blocks, first, end):
     best, ids = fx.Uint32(ABSENT), fx.Int32(-1)
     own = first + ctx.wave * (WAVE * _KEYS_AT_ONCE)
     for begin in range(own, end, fx.Int32(WAVE * _KEYS_AT_ONCE * WAVES)):
-        keys, numbers = [best], [ids]
-        for r in fx.range_constexpr(_KEYS_AT_ONCE):
-            block = fx.Int32(begin) + lane + WAVE * r
-            here = block < end
-            value = scores.load(fx.Float32, offset=fx.Int64(here.select(block, end - 1)) * 4)
-            keys.append(order_key(value, here))
-            numbers.append(block)
-        best, ids = top_candidates(keys, numbers, kept)
+        numbers = [fx.Int32(begin) + lane + WAVE * r for r in range(_KEYS_AT_ONCE)]
+        keys = _keys(ctx, scores, head, row, numbers, end)
+        best, ids = top_candidates([best, *keys], [ids, *numbers], kept)
     lists = ctx.work.at(_LISTS)
     if lane < kept:
         to = (ctx.wave * kept + lane) * 4
@@ -98,6 +94,17 @@ def _select(ctx, head, row, blocks, first, end):
     after = mine.load(fx.Int32, offset=place * 4)
     before = (lane < first).select(lane, end + lane - first)
     return (lane < always).select(before, after)
+
+
+def _keys(ctx, scores, head, row, blocks: list, end) -> list:
+    """Order keys of a row's blocks, a list of each lane; none from `end` on."""
+    here = [block < end for block in blocks]
+    safe = [there.select(block, end - 1) for block, there in zip(blocks, here, strict=True)]
+    if ctx.s.exchange:
+        values = exchange.collect_scores(ctx, head, row, safe, here)
+    else:
+        values = [scores.load(fx.Float32, offset=fx.Int64(block) * 4) for block in safe]
+    return [order_key(value, there) for value, there in zip(values, here, strict=True)]
 
 
 def _page(ctx, request, row, head, block, n):

@@ -20,7 +20,7 @@ from rocm_msa.device.wave import WAVE
 
 TIMES = 1  # bound of a wait for a peer, in units of `patience`
 _OUTPUTS = 4  # a lane
-_NUMBER = (1 << 31) - 1  # of a launch, within its tag
+NUMBER = (1 << 31) - 1  # of a launch, within its tag
 
 
 def across_ranks(ctx, name: str, task, values: list) -> list:
@@ -34,7 +34,7 @@ def across_ranks(ctx, name: str, task, values: list) -> list:
     tiles, first = s.hidden // TILE, plan.mailbox_layout(s)[name].offset
     row = ctx.lane % TILE
     live = row < ctx.rows
-    turn = end.tag & _NUMBER
+    turn = end.tag & NUMBER
     sent = live | ((row == (turn & (TILE - 1))) & (task == turn // TILE % tiles))
 
     def places(box, sender) -> list:

@@ -5,7 +5,7 @@ workgroups (plan.score_blocks). Candidates of the request's last row are scored:
 all its rows, each of which is full where it is one, so that no score needs a mask.
 
 Every workgroup makes the index queries for itself, from the projection: it need not meet those that
-insert.
+insert. With the exchange a rank scores its part of the blocks for the index heads of all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import rocdl
 
+from mono_kernel.phases import exchange
 from mono_kernel.phases.insert import write_head
 from mono_kernel.plan import LANES, TOKENS_A_WAVE, WAVES
 from mono_kernel.shapes import HEAD_DIM, MAX_ROWS
 from rocm_msa.config import BLOCK_TOKENS
-from rocm_msa.device.memory import global_address
+from rocm_msa.device.memory import Bytes, global_address
 from rocm_msa.device.nvfp4 import copy_table
 from rocm_msa.ops.flydsl_index_score import Keys, columns, score_block
 
@@ -44,18 +45,20 @@ def row_range(ctx, request, step):
 def score(ctx):
     s, a = ctx.s, ctx.a
     copy_table(global_address(a.index_table), ctx.table, ctx.thread, LANES)
-    queries = ctx.scratch("own_q").at(
-        fx.Int64(ctx.workgroup) * (2 * MAX_ROWS * s.index_heads * HEAD_DIM)
-    )
+    queries = _mine(ctx, "own_q", s.index_heads)
     _own_queries(ctx, queries)
     # Writers and readers, of the table and of the queries: all waves of this workgroup.
     rocdl.s_waitcnt(vmcnt=0)
     fx.barrier()
+    if fx.const_expr(s.exchange):
+        own, queries = queries, _mine(ctx, "all_q", s.scored_heads)
+        exchange.share_queries(ctx, own, queries)
+        exchange.scrub(ctx)
     keys = Keys(_KIND.kind, ctx.table)
-    row = s.index_heads * HEAD_DIM * 2
+    row = s.scored_heads * HEAD_DIM * 2
     arguments = SimpleNamespace(
         index_q=ctx.pointer(queries, fx.Uint32), q_row=fx.Int64(row),
-        q_head=fx.Int64(HEAD_DIM * 2), heads=s.index_heads, factor=a.index_factor,
+        q_head=fx.Int64(HEAD_DIM * 2), heads=s.scored_heads, factor=a.index_factor,
         pages=ctx.pointer(global_address(a.index_pages), fx.Uint32),
         block_stride=a.index_stride, num_pages=a.index_blocks,
         table_column=fx.Int64(1), out=ctx.pointer(ctx.scratch("scores"), fx.Float32),
@@ -67,6 +70,8 @@ def score(ctx):
     for request in range(fx.Int32(0), a.requests, fx.Int32(1)):
         request = fx.Int32(request)
         n, _, _, end = row_range(ctx, request, a.rows_per_request - 1)
+        if fx.const_expr(s.exchange):
+            end = exchange.owned(ctx, end)
         begin = (mine - request * WAVES) % waves
         if begin < end:
             _score_request(ctx, arguments, keys, request, n, begin, end)
@@ -86,10 +91,28 @@ def _own_queries(ctx, place):
 def _score_request(ctx, a, keys, request, n, begin, end):
     """This wave's blocks of a request whose last row sees `n` keys."""
     per = ctx.a.rows_per_request
-    tiles = ctx.s.index_heads  # of 16 (row, head) pairs: as many as 16 rows need
-    pairs = per * ctx.s.index_heads
+    tiles = ctx.s.scored_heads  # of 16 (row, head) pairs: as many as 16 rows need
+    pairs = per * ctx.s.scored_heads
     own = columns(_KIND, tiles, a, fx.Int64(request * per), n - per + 1, pairs)
     at = fx.Int64(request) * fx.Int64(ctx.a.max_blocks) * 4
     table_row = global_address(ctx.a.block_table).at(at)
-    for block in range(begin, end, ctx.workgroups * WAVES):
-        score_block(a, keys, own, table_row, fx.Int32(block), masked=False)
+    if fx.const_expr(ctx.s.exchange):
+        first, ends = ctx.s.init_blocks, _ends(ctx, request)
+        to = exchange.destinations(ctx, request * per, pairs, fx.Int32(first), ends)
+        for number in range(begin, end, ctx.workgroups * WAVES):
+            block = fx.Int32(number) * ctx.s.tp + ctx.a.rank
+            exchange.send_scores(ctx, a, keys, own, to, table_row, block)
+    else:
+        for block in range(begin, end, ctx.workgroups * WAVES):
+            score_block(a, keys, own, table_row, fx.Int32(block), masked=False)
+
+
+def _ends(ctx, request):
+    """The end of the candidates of each row of a request, a value that may differ by lane."""
+    return lambda step: row_range(ctx, request, step)[-1]
+
+
+def _mine(ctx, name: str, heads: int) -> Bytes:
+    """This workgroup's queries of so many heads a row."""
+    at = fx.Int64(ctx.workgroup) * (2 * MAX_ROWS * heads * HEAD_DIM)
+    return ctx.scratch(name).at(at)

@@ -15,11 +15,13 @@ from mono_kernel import plan
 from mono_kernel.faults import MonoError, decode
 from mono_kernel.layer_gfx950 import Build, Memory, arguments
 from mono_kernel.regions import view
+from mono_kernel.shapes import MAX_ROWS
 from rocm_msa import kernel_manifest
 from rocm_msa.aot import compile_builds
 from tests.mono_kernel.steps import Step
 
 WORKGROUPS = 8
+MAX_BLOCKS = 64  # of a request, for the exchange's mailboxes
 PATIENCE = 20  # ms of the virtual clock
 POISON = 0x7F
 _CODES = {"i32": "i", "i64": "q", "f32": "f"}
@@ -71,7 +73,7 @@ class Group:
         self.build = Build.from_shape(shape, self.phases)
         self.status = torch.zeros(step.tp, dtype=torch.int64)
         boxes = [
-            torch.zeros(plan.mailbox_layout(shape).nbytes, dtype=torch.uint8)
+            torch.zeros(plan.mailbox_layout(shape, MAX_BLOCKS).nbytes, dtype=torch.uint8)
             for _ in range(step.tp)
         ]
         for rank, caches in enumerate(step.copies()):
@@ -82,7 +84,7 @@ class Group:
             state[:8].view(torch.int64)[0] = 1
             memory = Memory(
                 torch.full((scratch,), POISON, dtype=torch.uint8), state,
-                torch.tensor(addresses), rank, PATIENCE, self.workgroups,
+                torch.tensor(addresses), rank, PATIENCE, self.workgroups, MAX_BLOCKS,
             )  # fmt: skip
             outs = [torch.full((rows, shape.hidden), float("nan")).bfloat16() for _ in range(2)]
             packed = step.packed(rank)
@@ -134,5 +136,15 @@ class Group:
         r = self.ranks[rank]
         if name in plan.OUTPUTS:
             return getattr(r, name)
+        if name == "scores" and s.exchange:
+            return self._exchanged(rank)[:, :rows]
         found = view(s, r.memory.scratch, name, self.step.table.shape[1])
         return found[:, :rows] if name in ("scores", "selected") else found[:rows]
+
+    def _exchanged(self, rank: int) -> torch.Tensor:
+        """Scores that the last launch of `rank` was sent."""
+        r, where = self.ranks[rank], plan.mailbox_layout(self.build, MAX_BLOCKS)["results"]
+        launch = int(r.memory.state[:8].view(torch.int64)) - 1
+        words = r.mailbox[where.offset : where.end].view(torch.int32)
+        words = words.view(2, self.build.index_heads, MAX_ROWS, MAX_BLOCKS, 2)[launch % 2, ..., 0]
+        return words.contiguous().view(torch.float32)[..., : self.step.table.shape[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -30,12 +31,13 @@ class Step:
 
     def __init__(
         self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0, room: int = 0,
-        layer: int = 0,
+        layer: int = 0, exchange: bool = False,
     ):  # fmt: skip
         self.layout, self.tp, self.lens, self.per = layout, tp, list(lens), rows_per_request
         self.seed, self.room, self.layer = seed, room, layer
         self.weights = [self._weights(rank) for rank in range(tp)]
-        self.shape = self.weights[0].shape
+        self.shape = replace(self.weights[0].shape, exchange=exchange)
+        self.weights = [replace(w, shape=self.shape) for w in self.weights]
         rows = len(self.lens) * self.per
         self.hidden = random_values(seed + 1, rows, self.shape.hidden, scale=0.5).bfloat16()
         self.residual = random_values(seed + 2, rows, self.shape.hidden).bfloat16()

@@ -192,7 +192,8 @@ def test_every_region_has_one_phase_that_writes_it_and_one_that_reads_it():
     assert layout == set(writers) - {"main_cache", "index_cache", *plan.OUTPUTS}
     read = {name for phase in plan.PHASES for name in phase.reads}
     # Read by tests and counters alone; by the workgroup that wrote it.
-    assert layout - read == {"index_q", "selected", "chosen", "chosen_weights", "own_q"}
+    own = {"own_q", "all_q"}
+    assert layout - read == {"index_q", "selected", "chosen", "chosen_weights", *own}
 
 
 def test_workgroups_fit_their_compute_unit(shape):

@@ -34,9 +34,9 @@ def make(group, step: Step, **change) -> MonoRunner:
 
 
 @contextlib.contextmanager
-def runners(step: Step):
+def runners(step: Step, **change):
     """One a rank, all in this process."""
-    made = run_threads(lambda group: make(group, step), RANKS)
+    made = run_threads(lambda group: make(group, step, **change), RANKS)
     try:
         for one in made:
             assert isinstance(one, MonoRunner), one
@@ -93,6 +93,21 @@ def test_launches_a_fault_and_a_reset(monkeypatch):
         launch(made, group, monkeypatch).raise_for_findings()
         regions.check(group)
         assert [one.generation for one in made] == [2] * RANKS
+
+
+def test_a_launch_that_shares_the_index_scan(monkeypatch):
+    how = {"lens": [2690, 129], "seed": 2, "room": 8}
+    step = Step("mxfp4", RANKS, exchange=True, **how)
+    with runners(step, max_blocks=32) as made:
+        group, alone = Group(step), Group(Step("mxfp4", RANKS, **how))
+        alone.run()
+        for _ in range(2):
+            launch(made, group, monkeypatch).raise_for_findings()
+            for name in ("selected", "residual_out", "hidden_out"):
+                for rank in range(RANKS):
+                    assert torch.equal(group.region(name, rank), alone.region(name, rank)), name
+        for one in made:
+            one.check()
 
 
 def test_bad_input_is_named():

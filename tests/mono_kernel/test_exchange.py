@@ -1,0 +1,146 @@
+"""The index exchange inside the layer: bit for bit what ranks find that scan everything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gfx950_emu import Fault, Schedule
+from mono_kernel import plan
+from mono_kernel.faults import exchange_site, site_name
+from mono_kernel.shapes import Shape
+from rocm_msa.capacity import MINIMAX_M3
+from rocm_msa.errors import ConfigError
+from tests.launcher.emulated import SCHEDULES
+from tests.mono_kernel import regions
+from tests.mono_kernel.cases import small_shape
+from tests.mono_kernel.emulated import MAX_BLOCKS, RANDOM, Group
+from tests.mono_kernel.steps import Step
+
+SAME = ("index_q", "selected", "residual_out", "hidden_out")
+
+
+def group_of(tp: int, lens, per: int, exchange: bool = True, room: int = 0) -> Group:
+    return Group(Step("mxfp4", tp, lens, per, seed=len(lens), room=room, exchange=exchange))
+
+
+def check(tp: int, lens, per: int, schedule: Schedule = RANDOM) -> None:
+    group, alone = group_of(tp, lens, per), group_of(tp, lens, per, exchange=False)
+    group.run(schedule)
+    regions.check(group)
+    alone.run()
+    for name in SAME:
+        for rank in range(tp):
+            got, want = (g.region(name, rank).view(torch.uint8) for g in (group, alone))
+            assert torch.equal(got, want), (name, rank)
+
+
+def test_four_ranks():
+    """21 blocks of one request, fewer than ranks of another."""
+    check(4, [2690, 129], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("lens", "per"), [([642, 129], 2), ([0, 3000], 8), ([130] * 16, 1)])
+def test_batches(tp, lens, per):
+    check(tp, lens, per)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=range(len(SCHEDULES)))
+def test_schedules(schedule):
+    check(2, [2690, 129], 2, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [1, 2**31 - 3, 2**32 - 2])
+def test_steps_in_a_row(generation):
+    """Buffers that take turns, requests that grow, and a wrap of the tags."""
+    group = group_of(4, [2046, 250], 2, room=12)
+    for r in group.ranks:
+        r.memory.state[:8].view(torch.int64)[0] = generation
+    for _ in range(6):
+        group.run()
+        regions.check(group)
+        group.next()
+
+
+@pytest.mark.slow
+def test_old_results_are_cleared_in_turns():
+    """Words that no batch writes are gone after every part of both buffers had its turn."""
+    group = group_of(2, [130], 1)
+    where = plan.mailbox_layout(group.build, MAX_BLOCKS)["results"]
+    words = where.nbytes // 8
+    parts = -(-words // 2 // plan.SCRUB_WORDS)
+    for box in group.boxes:
+        box[where.offset : where.end].fill_(0x55)
+    for _ in range(2 * parts + 1):
+        group.run()
+    for box in group.boxes:
+        left = box[where.offset : where.end].view(torch.int64)
+        assert not (left == 0x5555555555555555).any()
+
+
+def test_a_rank_that_stays_away_is_named():
+    group = group_of(4, [2690, 129], 1)
+    machine = group.machine(RANDOM)
+    machine.inject(Fault("kill", 2, after_instructions=0))
+    assert not machine.run().findings
+    for rank, error in enumerate(group.errors()):
+        if rank != 2:
+            assert error.peer == 2 and error.site == exchange_site("queries"), str(error)
+            assert "index exchange's queries" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_that_dies_anywhere(seed):
+    group = group_of(4, [2690, 129], 1)
+    count = sum(group.machine(RANDOM).run().launches[0].instructions.values())
+    group = group_of(4, [2690, 129], 1)
+    fault = Fault.draw(seed, 4, count)
+    machine = group.machine(Schedule("random", seed, (1, 500)))
+    machine.inject(fault)
+    report = machine.run()
+    assert not report.findings, report.findings
+    errors = [e for rank, e in enumerate(group.errors()) if rank != fault.rank]
+    assert not any(errors) or all(e is not None and e.peer == fault.rank for e in errors)
+
+
+# Plan
+
+
+def test_places_and_sites():
+    shape = small_shape(4, exchange=True)
+    assert shape.name != small_shape(4).name and shape.scored_heads == 4
+    layout = plan.mailbox_layout(shape, 100)
+    assert layout["queries"].nbytes == 8 * 4 * 16 * 64
+    assert layout["results"].nbytes == 8 * 2 * 16 * 100
+    # Only the last region depends on the number of blocks.
+    assert [r.offset for r in layout] == [r.offset for r in plan.mailbox_layout(shape, 7)]
+    names = {site_name(exchange_site(part)) for part in plan.EXCHANGED}
+    assert len(names) == 2 and all("index exchange" in name for name in names)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_ranks_without_heads_of_their_own_are_refused(tp):
+    with pytest.raises(ConfigError, match="exchange: expected ranks with index heads of their own"):
+        dataclasses.replace(Shape.of(MINIMAX_M3, tp), exchange=True)
+
+
+def test_it_pays_for_long_contexts():
+    shape = dataclasses.replace(Shape.of(MINIMAX_M3, 4), exchange=True)
+    found = [plan.exchange_threshold(shape, n, n) for n in (1, 4, 16)]
+    assert found == sorted(found, reverse=True) and 64 < found[-1] < found[0] < 8192
+    # More rows of a request read no page again, and send more words.
+    assert plan.exchange_threshold(shape, 1, 4) > found[0]
+
+
+def test_a_batch_wider_than_the_mailboxes_is_refused():
+    group = group_of(2, [130], 1)
+    group.ranks[0].memory = dataclasses.replace(group.ranks[0].memory, max_blocks=2)
+    with pytest.raises(ValueError, match=r"block_table.shape\[1\]: expected <= 2 "):
+        group.arguments(0)

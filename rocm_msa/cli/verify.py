@@ -74,9 +74,11 @@ def _print(result) -> None:
     console = out()
     console.print(rows)
     for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     for o in result.faults[:SHOWN_FAULTS]:
-        console.print(f"{o.step} {o.name}, {o.case}: {o.text}", markup=False, style="red")
+        console.print(
+            f"{o.step} {o.name}, {o.case}: {o.text}", markup=False, style="red", soft_wrap=True
+        )
     if len(result.faults) > SHOWN_FAULTS:
         console.print(f"... and {len(result.faults) - SHOWN_FAULTS} more, in the report")
     differing = [t for t in result.times if t.differs]

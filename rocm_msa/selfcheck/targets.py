@@ -69,10 +69,16 @@ def open_target(
         raise ValueError(expect("target", f"one of {', '.join(TARGETS)}", repr(name)))
     wanted = builds(KINDS[:1] if small else KINDS)
     with contextlib.ExitStack() as stack:
-        if name == "emulator":
-            yield _emulator(stack, wanted, code_objects)
-        else:
-            yield _gpu(stack, name, wanted, code_objects)
+        try:
+            if name == "emulator":
+                target = _emulator(stack, wanted, code_objects)
+            else:
+                target = _gpu(stack, name, wanted, code_objects)
+        except TargetError:
+            raise
+        except (OSError, RuntimeError) as error:  # HIP, the manifest, the compiler
+            raise TargetError(f"target {name}: {error}") from error
+        yield target
 
 
 def _kernels(stack: contextlib.ExitStack, wanted: list, code_objects: Path | None) -> Path:
@@ -150,9 +156,6 @@ def _gpu(stack, name: str, wanted: list, code_objects: Path | None) -> Target:
             raise TargetError(f"target {name}: {described} needs Triton, which is not installed")
         notes += (f"opcodes and FlyDSL kernels need {GFX950.name}, this is {described}",)
         return Target(name, device, described, count, triton, notes=notes)
-    try:
-        runtime = Hip()
-        _complete(launcher.start(_kernels(stack, wanted, code_objects), device), wanted)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise TargetError(f"target {name}: {error}") from None
+    runtime = Hip()
+    _complete(launcher.start(_kernels(stack, wanted, code_objects), device), wanted)
     return Target(name, device, described, count, ("flydsl", *triton), runtime, notes=notes)

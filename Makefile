@@ -10,10 +10,10 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-gpu lint format demo demo-pd serve bench docs clean
+.PHONY: help env test test-slow test-gpu lint format demo demo-pd demo-emulated serve bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: ## build .venv, or reuse it when it is current
 	@$(PYTHON) tools/setup_env.py
@@ -41,6 +41,9 @@ demo: env ## a vLLM server over NVFP4 caches answers, then stops (ARGS=...)
 
 demo-pd: env ## prefill and decode engines behind a proxy (ARGS=...)
 	@$(ONE_THREAD) $(BIN)/python examples/pd/demo.py $(ARGS)
+
+demo-emulated: env ## vLLM on gfx950 kernels in the emulator, tokens compared (ARGS="--tp 2")
+	@$(ONE_THREAD) $(BIN)/rocm-msa demo --emulated $(ARGS)
 
 serve: env ## the same server, left running until Ctrl-C (ARGS=...)
 	@$(ONE_THREAD) $(BIN)/rocm-msa demo --keep-serving $(ARGS)

@@ -23,21 +23,34 @@ def demo(
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where the checkpoint is kept. Default: the user's cache.")
     ] = None,
-    start_timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 300.0,
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds to wait for a server. Default: 300, with --emulated 900."),
+    ] = None,
+    emulated: Annotated[
+        bool,
+        typer.Option("--emulated", help="Compare with gfx950 code objects in the emulator."),
+    ] = False,
+    tp: Annotated[
+        int, typer.Option(help="With --emulated: tensor-parallel ranks.", min=1, max=2)
+    ] = 1,
 ) -> None:
     """Make a tiny checkpoint, serve it with NVFP4 caches, send requests, stop the server."""
-    from rocm_msa.demo import DemoError, DemoOptions, run_demo
+    from rocm_msa import demo
 
-    options = DemoOptions(
-        serve=serve,
-        port=port,
-        keep_files=keep_files,
-        cache_dir=cache_dir,
-        start_timeout=start_timeout,
-    )
+    if emulated and (serve or port):
+        raise fail("--emulated: starts and stops servers on free ports; leave --serve, --port out")
+    if tp > 1 and not emulated:
+        raise fail("--tp: only with --emulated")
+    shared = {"keep_files": keep_files, "cache_dir": cache_dir}
+    if start_timeout is not None:
+        shared["start_timeout"] = start_timeout
     try:
-        code = run_demo(options, out())
-    except DemoError as error:
+        if emulated:
+            code = demo.run_emulated_demo(demo.EmulatedOptions(ranks=tp, **shared), out())
+        else:
+            code = demo.run_demo(demo.DemoOptions(serve=serve, port=port, **shared), out())
+    except demo.DemoError as error:
         raise fail(str(error), code=1) from None
     if code:
         raise typer.Exit(code)

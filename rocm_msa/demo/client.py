@@ -28,11 +28,29 @@ class Answer:
     total_s: float
 
 
-class Client:
-    """One server, one model."""
+@dataclass(frozen=True)
+class Token:
+    """A greedy token; margin: how far its log-probability is above the second best."""
 
-    def __init__(self, url: str, model: str):
-        self.url, self.model = url, model
+    id: int
+    logprob: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the server's /metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Client:
+    """One server, one model. timeout: seconds without a byte of an answer."""
+
+    def __init__(self, url: str, model: str, timeout: float = TIMEOUT_SECONDS):
+        self.url, self.model, self.timeout = url, model, timeout
 
     def chat(self, message: str, tokens: int, on_text: Callable[[str], None]) -> Answer:
         """A streaming chat request; `on_text` gets each piece as it comes."""
@@ -43,6 +61,40 @@ class Client:
         """A completion of text or token ids, streamed so that the first token can be timed."""
         body = {"prompt": prompt, "max_tokens": tokens}
         return self._stream("/v1/completions", body, lambda text: None)
+
+    def greedy(self, prompt: list[int], tokens: int) -> list[Token]:
+        """A completion of token ids, with the ids that came and their log-probabilities."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
+            **_GREEDY,
+        }
+        (choice,) = self._json("/v1/completions", body)["choices"]
+        said = choice["logprobs"]
+        if len(said["tokens"]) != tokens:
+            raise DemoError(f"asked for {tokens} tokens, got {len(said['tokens'])}")
+        steps = zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
+        return [
+            Token(
+                int(name.removeprefix("token_id:")),
+                logprob,
+                logprob - max(v for k, v in best.items() if k != name),
+            )
+            for name, logprob, best in steps
+        ]
+
+    def samples(self, prefix: str) -> list[Sample]:
+        """Samples of /metrics whose names begin like this."""
+        text = self._request("/metrics", None).read().decode()
+        found = re.findall(r"^([a-zA-Z_:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+        return [
+            Sample(name, dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value))
+            for name, labels, value in found
+            if name.startswith(prefix)
+        ]
 
     def tokenize(self, text: str) -> list[int]:
         return self._json("/tokenize", {"model": self.model, "prompt": text})["tokens"]
@@ -65,7 +117,7 @@ class Client:
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            return open_url(request, timeout=TIMEOUT_SECONDS)
+            return open_url(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
             raise DemoError(f"{path}: the server answered {error.code}: {detail}") from None

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rocm_msa.cli.doctor_facts import PLUGIN_GROUP, PLUGIN_NAME
@@ -99,8 +99,8 @@ def _complete(directory: Path) -> bool:
     return all((directory / name).is_file() for name in files)
 
 
-def server_command(directory: Path, port: int) -> list[str]:
-    """What `rocm-msa serve` would run, small."""
+def server_command(directory: Path, port: int, extra: Sequence[str] = ()) -> list[str]:
+    """What `rocm-msa serve` would run, small; extra: more flags of vLLM."""
     arguments, _ = merge(
         [
             "--host=127.0.0.1",
@@ -111,6 +111,7 @@ def server_command(directory: Path, port: int) -> list[str]:
             f"--kv-cache-memory-bytes={KV_CACHE_BYTES}",
             "--enforce-eager",
             "--disable-uvicorn-access-log",
+            *extra,
         ]
     )
     return command_line(str(directory), arguments)

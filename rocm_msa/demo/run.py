@@ -141,7 +141,7 @@ def _with_fate(error: DemoError, server: Server) -> DemoError:
 
 def _course(server: Server, directory: Path, options: DemoOptions, console: Console) -> None:
     _print(console, f"Starting vLLM on {server.url}; its log: {server.log}")
-    with _progress(console) as progress:
+    with progress_line(console) as progress:
         seconds = server.wait_healthy(options.start_timeout, progress)
     console.print(f"The server is healthy after {seconds:.1f} s.")
     client = Client(server.url, prepare.SERVED_NAME)
@@ -154,7 +154,7 @@ def _course(server: Server, directory: Path, options: DemoOptions, console: Cons
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[float, str], None]]:
+def progress_line(console: Console) -> Iterator[Callable[[float, str], None]]:
     """One line that is rewritten on a terminal, a line now and then in a plain log."""
     width = console.width - 2
 

@@ -35,6 +35,9 @@ RUNS: dict[tuple[str, ...], Run] = {
     ),
     ("make", "demo"): Run("test", DEMO),
     ("make", "demo-pd"): Run("test", "tests/vllm_plugin/test_pd_slow.py::test_demo_pd"),
+    ("make", "demo-emulated"): Run(
+        "test", "tests/vllm_plugin/test_emulated_slow.py::test_the_demo"
+    ),
     ("make", "serve"): Run(
         "test", "tests/cli/test_demo_server.py::test_ctrl_c_is_how_serving_ends"
     ),

@@ -52,12 +52,14 @@ KEPT = ("vcc", "exec", "m0", "vcc_lo", "vcc_hi", "exec_lo", "exec_hi")
 class Check:
     """One kernel to be.
 
-    text: the instruction. loads: VGPRs that the inputs fill. out: VGPRs and SGPRs that are stored,
-    beside SCC, VCC and EXEC. floats: of the VGPRs, those with an f32. kind, ulp: of the case.
-    before, after: lines around the instruction. lds: bytes.
+    text: the instruction. mnemonic: its name, where the text has more lines. loads: VGPRs that the
+    inputs fill. out: VGPRs and SGPRs that are stored, beside SCC, VCC and EXEC. floats: of the
+    VGPRs, those with an f32. kind, ulp: of the case. before, after: lines around the instruction.
+    lds: bytes.
     """
 
     text: str
+    mnemonic: str = ""
     loads: set[int] = field(default_factory=set)
     out: list[str] = field(default_factory=list)
     floats: set[str] = field(default_factory=set)
@@ -68,7 +70,7 @@ class Check:
     ulp: int = 0
 
     def case(self, number: int) -> data.Case:
-        mnemonic = SUFFIX.sub("", self.text.splitlines()[0].partition(" ")[0])
+        mnemonic = self.mnemonic or mnemonic_of(self.text)
         out = (*self.out, "scc", "vcc_lo", "vcc_hi", "exec_lo", "exec_hi")
         floats = tuple(n for n, name in enumerate(out) if name in self.floats)
         name = f"check_{number:03}_{mnemonic}"
@@ -113,6 +115,12 @@ def parts_of(text: str) -> tuple[str, list[str], list[str]]:
     return mnemonic, operands, words
 
 
+def mnemonic_of(text: str) -> str:
+    """The name that the emulator's table has."""
+    word = text.partition(" ")[0]
+    return word if word in opcodes() else SUFFIX.sub("", word)
+
+
 def form_key(text: str) -> tuple:
     """Instructions with the same key are checked once: registers and constants are left out."""
     mnemonic, operands, words = parts_of(re.sub(r"\ba(?=\d|\[)", "v", text))
@@ -141,7 +149,7 @@ class Places:
 def alu_check(text: str) -> Check:
     """A vector, scalar or matrix instruction: its sources from the inputs, its results out."""
     mnemonic, operands, words = parts_of(text)
-    name = mnemonic if mnemonic in opcodes() else SUFFIX.sub("", mnemonic)
+    name = mnemonic_of(text)
     info, found, places = opcodes()[name], Check(""), Places()
     taken: dict[tuple, tuple[str, range]] = {}
     matrix = info.family == MFMA
@@ -270,7 +278,7 @@ def branch_check(text: str) -> Check:
     elif "vcc" in mnemonic:
         sets.append("s_cselect_b64 vcc, -1, 0")
     lines = [*sets, "s_mov_b32 s40, 1", f"{mnemonic} .L{{name}}_taken", "s_mov_b32 s40, 2"]
-    return Check("\n".join([*lines, ".L{name}_taken:"]), out=["s40"])
+    return Check("\n".join([*lines, ".L{name}_taken:"]), mnemonic, out=["s40"])
 
 
 def other_check(text: str) -> Check:
@@ -283,8 +291,7 @@ def other_check(text: str) -> Check:
 
 
 def check_of(text: str) -> Check:
-    mnemonic = text.partition(" ")[0]
-    name = mnemonic if mnemonic in opcodes() else SUFFIX.sub("", mnemonic)
+    name = mnemonic_of(text)
     makers = {DS: lds_check, FLAT: memory_check, SMEM: scalar_load_check, BRANCH: branch_check}
     family = opcodes()[name].family
     if family == MUBUF or not opcodes()[name].form or opcodes()[name].form == ("n",):
@@ -338,7 +345,9 @@ def emulated(code: bytes, cases: list[data.Case]) -> list:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=data.FOLDER)
+    folder = parser.parse_args().output
     used, modes = used_instructions()
     (mode, ieee, dx10_clamp), *others = sorted(modes)
     assert not others, f"kernels of several float modes: {modes}"
@@ -364,7 +373,7 @@ def main() -> None:
         "made of": "the kernels of MiniMax-M3 at TP 4 and TP 8, NVFP4, FP8 and bf16 caches",
     }
     answers = emulated(code, cases)
-    data.save(data.Stored(source, tuple(cases), NOT_COVERED, code, tuple(answers)))
+    data.save(data.Stored(source, tuple(cases), NOT_COVERED, code, tuple(answers)), folder)
     print(f"{len(cases)} checks of {len({c.name[10:] for c in cases})} instructions")
 
 

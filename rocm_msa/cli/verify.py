@@ -33,7 +33,7 @@ def verify(
     ] = False,
     step: Annotated[
         list[str] | None,
-        typer.Option(help="opcodes, kernels, times or exchange; may be given again. Default: all."),
+        typer.Option(help="opcodes, kernels, mono, times, exchange; may be given again. All."),
     ] = None,
     code_objects: Annotated[
         Path | None,

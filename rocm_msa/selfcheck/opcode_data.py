@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rocm_msa.errors import expect
+
 FOLDER = Path(__file__).parent / "data"
 FORMAT = 1
 GROUPS, LANES = 2, 64
@@ -120,7 +122,7 @@ def load(folder: Path = FOLDER) -> Stored:
     """What was stored. ValueError: of another format, or its parts do not belong together."""
     described = json.loads((folder / "opcodes.json").read_text())
     if described["format"] != FORMAT:
-        raise ValueError(f"{folder}/opcodes.json: expected format {FORMAT}")
+        raise ValueError(expect(f"{folder}/opcodes.json: format", FORMAT, described["format"]))
     cases = tuple(
         Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in case.items()})
         for case in described["cases"]
@@ -129,7 +131,7 @@ def load(folder: Path = FOLDER) -> Stored:
     flat = np.frombuffer(lzma.decompress((folder / "opcodes.expected.xz").read_bytes()), np.uint32)
     sizes = [GROUPS * len(case.out) * LANES for case in cases]
     if sum(sizes) != len(flat):
-        raise ValueError(f"{folder}: expected {sum(sizes)} words of answers, got {len(flat)}")
+        raise ValueError(expect(f"{folder}: words of answers", sum(sizes), len(flat)))
     parts = np.split(flat, np.cumsum(sizes)[:-1])
     expected = tuple(p.reshape(GROUPS, -1, LANES) for p in parts)
     return Stored(described["source"], cases, described["not_covered"], code, expected)

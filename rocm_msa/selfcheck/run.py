@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import rocm_msa
-from rocm_msa.selfcheck import kernels, opcode_data, opcodes, times
+from rocm_msa.selfcheck import kernels, mono, opcode_data, opcodes, times
 from rocm_msa.selfcheck.targets import Target
 
 FORMAT = 1
-STEPS = ("opcodes", "kernels", "times", "exchange")
+STEPS = ("opcodes", "kernels", "mono", "times", "exchange")
 OK, FAULT, SKIPPED = "ok", "fault", "skipped"
 EXCHANGE = Path(rocm_msa.__file__).parents[1] / "benchmarks" / "bench_dcp_multi.py"
 EXCHANGE_SECONDS = 3600
@@ -160,6 +160,15 @@ def _kernels(result: Result, target: Target, small: bool) -> None:
             _add(result, "kernels", check.op, f"{backend}: {check.case}", check.fault)
 
 
+def _mono(result: Result, target: Target, small: bool) -> None:
+    if target.mono is None:
+        text = f"needs a gfx950 and FlyDSL, which compiles its kernel; this is {target.arch}"
+        result.outcomes.append(Outcome("mono", "mono layer", "", SKIPPED, text))
+        return
+    for check in mono.checks(target.mono, target.device, small):
+        _add(result, "mono", check.op, check.case, check.fault)
+
+
 def _times(result: Result, target: Target, small: bool) -> None:
     known = {(r["op"], r["dtype"], r["shape"]): r for r in times.modelled()["rows"]}
     for op, dtype, case in times.cases(small):
@@ -211,4 +220,10 @@ def _exchange(result: Result, target: Target, small: bool) -> None:
         _add(result, "exchange", "bench_dcp_multi", f"{ranks} ranks", check)
 
 
-_RUN = {"opcodes": _opcodes, "kernels": _kernels, "times": _times, "exchange": _exchange}
+_RUN = {
+    "opcodes": _opcodes,
+    "kernels": _kernels,
+    "mono": _mono,
+    "times": _times,
+    "exchange": _exchange,
+}

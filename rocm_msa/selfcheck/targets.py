@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from mono_kernel.layer_gfx950 import Build
+from mono_kernel.runner import MonoRunner
+from mono_kernel.shapes import Shape
 from rocm_msa import launcher
 from rocm_msa.aot import compile_builds
 from rocm_msa.arch import GFX950
@@ -22,7 +25,9 @@ from rocm_msa.errors import expect
 from rocm_msa.hip import Hip
 from rocm_msa.launcher import Runtime
 from rocm_msa.selfcheck.kernels import KINDS, builds
+from rocm_msa.selfcheck.mono import MAX_BLOCKS, PATIENCE_MS, Alone
 
+EMULATED_WORKGROUPS = 8
 TARGETS = ("gpu", GFX950.name, "emulator")
 
 
@@ -36,7 +41,8 @@ class Target:
 
     backends: of the ops, those whose kernels can run. runtime: launches single gfx950 kernels, None
     where there are none. reach: tells it which tensors the next launch may touch. counting: gives
-    a context with the emulator's reports, None on a GPU. notes: what is left out, and why.
+    a context with the emulator's reports, None on a GPU. mono: a runner of the mono kernel, None
+    where it cannot run. notes: what is left out, and why.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Target:
     runtime: Runtime | None = None
     reach: Callable[[list[torch.Tensor]], None] = lambda tensors: None
     counting: Callable[[], contextlib.AbstractContextManager[list[Any]]] | None = None
+    mono: Callable[[Shape, Build], MonoRunner] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -85,8 +92,14 @@ def _kernels(stack: contextlib.ExitStack, wanted: list, code_objects: Path | Non
     """A folder that holds the wanted kernels."""
     if code_objects is not None:
         return code_objects
-    if importlib.util.find_spec("flydsl") is None:
-        return launcher.PACKAGE_DIRECTORY
+    return _compiled(stack, wanted) if _has_flydsl() else launcher.PACKAGE_DIRECTORY
+
+
+def _has_flydsl() -> bool:
+    return importlib.util.find_spec("flydsl") is not None
+
+
+def _compiled(stack: contextlib.ExitStack, wanted: list) -> Path:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     compile_builds(wanted, folder)
     return folder
@@ -128,9 +141,18 @@ def _emulator(stack, wanted: list, code_objects: Path | None) -> Target:
     def reach(tensors: list[torch.Tensor]) -> None:
         gpu.buffers = tensors
 
+    def mono(shape: Shape, build: Build) -> MonoRunner:
+        kernels = emulated.EmulatedLauncher(_compiled(stack, [build]), gpu)
+        made = MonoRunner(
+            Alone(), shape, max_blocks=MAX_BLOCKS, device="cpu", patience_ms=PATIENCE_MS,
+            workgroups=EMULATED_WORKGROUPS, runtime=emulated.EmulatedPeers(gpu), kernels=kernels,
+        )  # fmt: skip
+        gpu.map(made.status)
+        return made
+
     return Target(
         "emulator", torch.device("cpu"), f"{GFX950.name}, emulated", 0, ("emulated",), gpu, reach,
-        counting, ("Triton's kernels need a GPU",),
+        counting, mono if _has_flydsl() else None, ("Triton's kernels need a GPU",),
     )  # fmt: skip
 
 
@@ -158,4 +180,15 @@ def _gpu(stack, name: str, wanted: list, code_objects: Path | None) -> Target:
         return Target(name, device, described, count, triton, notes=notes)
     runtime = Hip()
     _complete(launcher.start(_kernels(stack, wanted, code_objects), device), wanted)
-    return Target(name, device, described, count, ("flydsl", *triton), runtime, notes=notes)
+
+    def mono(shape: Shape, build: Build) -> MonoRunner:
+        kernels = launcher.Launcher(_compiled(stack, [build]), device)
+        return MonoRunner(
+            Alone(), shape, max_blocks=MAX_BLOCKS, device=device, patience_ms=PATIENCE_MS,
+            kernels=kernels,
+        )  # fmt: skip
+
+    return Target(
+        name, device, described, count, ("flydsl", *triton), runtime,
+        mono=mono if _has_flydsl() else None, notes=notes,
+    )  # fmt: skip

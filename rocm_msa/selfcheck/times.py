@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from rocm_msa.errors import expect
 from rocm_msa.selfcheck.bench_cases import OPS, Case, cases_of
 from rocm_msa.selfcheck.kernels import KINDS, moved
 
@@ -36,7 +37,7 @@ def modelled(file: Path = FILE) -> dict:
     """{"source": commit and command, "rows": [{op, dtype, shape, us, instructions, bytes}]}."""
     found = json.loads(file.read_text())
     if found["format"] != FORMAT:
-        raise ValueError(f"{file}: expected format {FORMAT}, got {found['format']}")
+        raise ValueError(expect(f"{file}: format", FORMAT, found["format"]))
     return found
 
 

@@ -71,7 +71,7 @@ def test_without_a_gpu(target, no_gpu, tmp_path):
     ("arguments", "said"),
     [
         (["--target", "tpu"], "target: expected one of gpu, gfx950, emulator, got 'tpu'"),
-        (["--step", "magic"], "--step: expected one of opcodes, kernels, times, exchange"),
+        (["--step", "magic"], "--step: expected one of opcodes, kernels, mono, times, exchange"),
         (["--target", "emulator", "--code-objects", "/nowhere"], "/nowhere"),
     ],
 )
@@ -256,7 +256,7 @@ def test_counts_that_changed_are_said(monkeypatch):
 def test_stored_figures_of_another_format(tmp_path):
     file = tmp_path / "modelled.json"
     file.write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="expected format 1, got 99"):
+    with pytest.raises(ValueError, match="format: expected 1, got 99"):
         times.modelled(file)
 
 

@@ -30,11 +30,11 @@ STREAM, EXPERTS = 2.0**-6, 2.0**-5
 class OneLayer(ReferenceModel):
     """The whole-model reference, fed with hidden states instead of tokens."""
 
-    def __init__(self, layout: str):
+    def __init__(self, layout: str, layer: int = 0):
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder) / "model", layout)
+            write(Path(folder) / "model", layout, layer)
             config = json.loads((Path(folder) / "model" / "config.json").read_text())
-        tensors = checkpoint(layout)[1].items()
+        tensors = checkpoint(layout, layer)[1].items()
         weights = dict(dequantised_weights(tensors, config, torch.bfloat16))
         super().__init__(
             config, weights, dtype=torch.bfloat16, main_dtype="nvfp4", index_dtype="nvfp4"

@@ -170,14 +170,15 @@ def _check_cache(name: str, cache, heads: int, sides: tuple[str, ...]) -> None:
 
 
 def builds(config: ServingConfig) -> list[Build]:
-    """The one kernel of a configuration that serves the layer: it takes any number of rows up to
-    MAX_ROWS. Raises ConfigError for a layer that it cannot serve."""
+    """What serves the layer of a configuration: one kernel for any number of rows up to MAX_ROWS,
+    and where the ranks can share the index scan, one that does. Raises ConfigError for a layer that
+    it cannot serve."""
     nvfp4 = CacheDType.NVFP4
     served = (config.main_dtype, config.index_dtype, config.dtype) == (nvfp4, nvfp4, "bf16")
     if config.model is None or config.weight_formats is None or not served:
         return []
     shape = Shape.of(config.model, config.ranks, Formats(*config.weight_formats))
-    return [Build.from_shape(shape)]
+    return [Build.from_shape(s) for s in (shape, shape.sharing()) if s is not None]
 
 
 def compile_build(build: Build) -> Compiled:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from rocm_msa.config import ModelConfig
-from rocm_msa.errors import Refusals, expect
+from rocm_msa.errors import ConfigError, Refusals, expect
 
 MAX_ROWS = 16  # requests x rows of a request: columns of a matrix tile
 TILE = 16  # output features of a matrix tile
@@ -144,6 +144,13 @@ class Shape:
             beta=model.swiglu_beta,
             limit=model.swiglu_limit,
         )
+
+    def sharing(self) -> Shape | None:
+        """The same layer with `exchange`; None where the ranks cannot share the index scan."""
+        try:
+            return replace(self, exchange=True)
+        except ConfigError:
+            return None
 
     @property
     def heads(self) -> int:

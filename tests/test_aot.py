@@ -62,12 +62,16 @@ def test_every_op_keeps_to_the_protocol():
         assert all(callable(getattr(module, f)) for f in calls)
 
 
-def test_the_mono_layer_is_one_kernel_where_it_is_asked_for():
+def test_the_mono_layer_is_a_kernel_or_two_where_it_is_asked_for():
+    """The second shares the index scan, where each rank has index heads of its own."""
+
     def found(tp=4, caches="nvfp4", dtype="bf16", formats=("mxfp8", "nvfp4", "mxfp8")):
         config = ServingConfig.of(MINIMAX_M3, tp, caches, "nvfp4", dtype, formats)
         return builds(config, modules=LAYERS)
 
-    (build,) = found()
+    build, sharing = found()
+    assert sharing == dataclasses.replace(build, exchange=True)
+    assert [len(found(tp=tp)) for tp in (1, 2, 8)] == [1, 2, 1]
     assert (build.tp, build.experts, build.intermediate, build.shared) == (4, 128, 768, 768)
     assert (build.attention_format, build.routed_format) == ("mxfp8", "nvfp4")
     assert found(formats=None) == found(caches="fp8") == found(dtype="fp16") == []

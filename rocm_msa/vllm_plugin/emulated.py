@@ -26,6 +26,8 @@ from rocm_msa.vllm_plugin import metrics
 if TYPE_CHECKING:
     from dcp.api import Exchange
     from dcp.plan import Batch
+    from mono_kernel.runner import MonoRunner
+    from mono_kernel.shapes import Shape
     from rocm_msa.cache.dtype import CacheDType
     from rocm_msa.config import ModelConfig
     from rocm_msa.vllm_plugin.verify import Options, Serving
@@ -37,6 +39,8 @@ _OPTION = "additional_config.rocm_msa.backend"
 _OPS, _EXCHANGE = "rocm_msa.ops.", "dcp.exchange_gfx950"
 _GRID = 4
 """Workgroups of an exchange launch: any number gives the same selection, few are quicker here."""
+_MONO_GRID = 8
+"""Likewise of the mono layer's, with the same bits."""
 
 
 def _tally(counter: str) -> Callable[[], Mapping[tuple[str, ...], int]]:
@@ -158,6 +162,25 @@ def exchange(group: Any, serving: Serving, most: Batch, dtype: torch.dtype) -> E
         backend="flydsl",
         grid=_GRID,
         runtime=EmulatedPeers(loaded.gpu),
+    )
+    loaded.gpu.map(made.status)
+    return made
+
+
+def mono_runner(group: Any, shape: Shape, max_blocks: int) -> MonoRunner:
+    """The mono layer's kernel on memory that the ranks' processes share; collective."""
+    from mono_kernel.runner import MonoRunner
+    from rocm_msa.emulated import EmulatedPeers
+
+    loaded = launcher.offered(BACKEND)
+    made = MonoRunner(
+        group,
+        shape,
+        max_blocks=max_blocks,
+        device="cpu",
+        workgroups=_MONO_GRID,
+        runtime=EmulatedPeers(loaded.gpu),
+        kernels=loaded,
     )
     loaded.gpu.map(made.status)
     return made

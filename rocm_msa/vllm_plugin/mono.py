@@ -26,17 +26,17 @@ from vllm.forward_context import get_forward_context
 from rocm_msa import launcher
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.config_read import as_dict
-from rocm_msa.ops.dispatch import EMULATED
-from rocm_msa.vllm_plugin import metrics
+from rocm_msa.vllm_plugin import emulated, metrics
 from rocm_msa.vllm_plugin.mono_config import BUILD_COMMAND, FLAG
 
 if TYPE_CHECKING:
     from mono_kernel.batch import Batch
+    from mono_kernel.shapes import Shape
     from mono_kernel.weights import LayerWeights
     from rocm_msa.vllm_plugin.attention import MsaAttention
-    from rocm_msa.vllm_plugin.metadata import MsaMetadata
+    from rocm_msa.vllm_plugin.metadata import MsaMetadata, Part
     from rocm_msa.vllm_plugin.mono_loading import LayerCollector
-    from rocm_msa.vllm_plugin.verify import Serving
+    from rocm_msa.vllm_plugin.verify import Options, Serving
 
 logger = logging.getLogger("vllm.rocm_msa")
 
@@ -49,8 +49,6 @@ _CPU_TIMEOUT_S = 300.0
 """For one message. The ranks wait for each other in every layer anyway."""
 _GPU_PATIENCE_MS = 20_000
 """Of a wait for one missing peer; beyond what a rank may be behind another."""
-_EMULATED_WORKGROUPS = 8
-"""Of a launch: any number gives the same bits, and the emulator's time grows with it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,14 @@ class StepSize:
     max_blocks: int
 
 
-def path_of(size: StepSize | None, most_rows: int, most_blocks: int) -> tuple[str, str]:
-    """("mono" | "layers", why) of a step; None is a step without caches, as in profiling."""
+def path_of(
+    size: StepSize | None, most_rows: int, most_blocks: int, share_from: int | None = None
+) -> tuple[str, str]:
+    """("mono" | "layers", why) of a step; None is a step without caches, as in profiling.
+
+    Args:
+        share_from: blocks from which the ranks share the index scan; None: they never do.
+    """
     if size is None:
         return "layers", "profile"
     if size.prefills or not size.requests:
@@ -81,7 +85,8 @@ def path_of(size: StepSize | None, most_rows: int, most_blocks: int) -> tuple[st
         return "layers", "padded"
     if size.max_blocks > most_blocks:
         return "layers", "blocks"
-    return "mono", "decode"
+    shared = share_from is not None and size.max_blocks >= share_from
+    return "mono", "shared" if shared else "decode"
 
 
 def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> Mono | None:
@@ -96,21 +101,26 @@ def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> 
     from mono_kernel.checkpoint_formats import mono_layers
 
     max_blocks = -(-vllm_config.model_config.max_model_len // BLOCK_TOKENS)
-    if serving.options.backend == EMULATED:
-        make = _between_emulators
+    if serving.options.backend == emulated.BACKEND:
+        make = emulated.mono_runner
     elif vllm_config.device_config.device_type == "cpu":
         make = _between_processes
     else:
         make = _between_gpus
-    runner = make(get_tp_group().cpu_group, shape, max_blocks)
+    group, sharing = get_tp_group().cpu_group, None
+    runner = make(group, shape, max_blocks)
+    # The reference gives the bits of the shared scan by scanning alone.
+    if serving.decode_cp and make is not _between_processes and shape.sharing() is not None:
+        sharing = make(group, shape.sharing(), max_blocks)
     numbers = mono_layers(serving.model)
-    mono = Mono(runner, {number: attention[number] for number in numbers}, max_blocks)
+    layers = {number: attention[number] for number in numbers}
+    mono = Mono(shape, runner, layers, max_blocks, sharing, serving.options)
     logger.info(
-        "%s: decode steps of up to %d rows run %d layers as one launch each (%s)",
+        "%s: decode steps of up to %d rows run %d layers as one launch each (%s, the index scan of "
+        "long contexts %s)",
         *(FLAG, mono.most_rows, len(numbers), type(runner).__name__),
+        "by each rank alone" if sharing is None else "shared by the ranks",
     )
-    if serving.decode_cp:
-        logger.info("%s: the ranks do not share the index scan of these steps", FLAG)
     return mono
 
 
@@ -152,35 +162,33 @@ def collector(
     return LayerCollector(mono, serving.mono, get_tensor_model_parallel_rank(), config)
 
 
-def _between_emulators(group: Any, shape: Any, max_blocks: int) -> Any:
-    from mono_kernel.runner import MonoRunner
-    from rocm_msa.emulated import EmulatedPeers
-
-    kernels = launcher.offered(EMULATED)
-    if kernels is None:
-        raise RuntimeError(f"{FLAG}: no emulator was started in this process")
-    runner = MonoRunner(
-        group, shape, max_blocks=max_blocks, device="cpu", patience_ms=_GPU_PATIENCE_MS,
-        workgroups=_EMULATED_WORKGROUPS, runtime=EmulatedPeers(kernels.gpu), kernels=kernels,
-    )  # fmt: skip
-    kernels.gpu.map(runner.status)
-    return runner
-
-
 class Mono:
     """One rank's end, shared by all its layers.
 
     Args:
+        shape: this rank's share of a layer.
         runner: mono_kernel.runner.MonoRunner or mono_kernel.gloo.GlooRunner.
         layers: attention of the layers that may run as one launch, by number.
         most_blocks: most blocks of a request.
+        sharing: a runner whose ranks share the index scan, for long contexts; or None.
+        options: for `indexer_decode_cp_min_blocks`.
     """
 
-    def __init__(self, runner: Any, layers: Mapping[int, MsaAttention], most_blocks: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        runner: Any,
+        layers: Mapping[int, MsaAttention],
+        most_blocks: int,
+        sharing: Any = None,
+        options: Options | None = None,
+    ) -> None:
         from mono_kernel.shapes import MAX_ROWS
 
-        self.runner, self.layers = runner, dict(layers)
+        self.shape, self.runner, self.sharing = shape, runner, sharing
+        self.layers = dict(layers)
         self.most_rows, self.most_blocks = MAX_ROWS, most_blocks
+        self.min_blocks = None if options is None else options.indexer_decode_cp_min_blocks
         self.weights: dict[int, Any] = {}
         self._logged: set[tuple[str, str]] = set()
 
@@ -200,22 +208,42 @@ class Mono:
             MonoError: vLLM ends the engine.
         """
         with self._counting_faults():
-            self.runner.check()
+            for runner in (self.runner, self.sharing):
+                if runner is not None:
+                    runner.check()
         metadata, slots = self._of_this_step()
         size = None if metadata is None else size_of(metadata, hidden.shape[0])
-        path, reason = path_of(size, self.most_rows, self.most_blocks)
+        path, reason = path_of(size, self.most_rows, self.most_blocks, self._share_from(size))
         self._note(path, reason, size)
         if path != "mono":
             return None
-        return Step(self, positions, slots, metadata.decode)
+        runner = self.sharing if reason == "shared" else self.runner
+        return Step(self, runner, positions, slots, metadata.decode)
 
-    def run(self, number: int, batch: Batch, hidden: torch.Tensor, residual: torch.Tensor) -> tuple:
+    def _share_from(self, size: StepSize | None) -> int | None:
+        if self.sharing is None or size is None or not size.requests:
+            return None
+        if self.min_blocks is not None:
+            return self.min_blocks
+        from mono_kernel.plan import exchange_threshold
+
+        rows = size.requests * size.rows_per_request
+        return exchange_threshold(self.shape, size.requests, rows)
+
+    def run(
+        self,
+        runner: Any,
+        number: int,
+        batch: Batch,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> tuple:
         """(hidden, residual) `[rows, hidden]` behind a layer, new tensors."""
         attention = self.layers[number]
         caches = (attention.cache, attention.index_cache.cache)
         outs = torch.empty_like(hidden), torch.empty_like(hidden)
         with self._counting_faults():
-            self.runner.run(self.weights[number], caches, batch, hidden, residual, *outs)
+            runner.run(self.weights[number], caches, batch, hidden, residual, *outs)
         return outs
 
     def _of_this_step(self) -> tuple[MsaMetadata | None, Mapping[str, torch.Tensor]]:
@@ -249,9 +277,15 @@ class Step:
     """A step on the mono path."""
 
     def __init__(
-        self, mono: Mono, positions: torch.Tensor, slots: Mapping[str, torch.Tensor], part: Any
+        self,
+        mono: Mono,
+        runner: Any,
+        positions: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+        part: Part,
     ) -> None:
-        self.mono, self.positions, self.slots, self.part = mono, positions, slots, part
+        self.mono, self.runner = mono, runner
+        self.positions, self.slots, self.part = positions, slots, part
         self.table = part.block_table.contiguous()
 
     def layer(self, number: int) -> Any:
@@ -263,7 +297,7 @@ class Step:
     ) -> tuple:
         if residual is None:
             residual = torch.zeros_like(hidden)
-        return self.mono.run(number, self._batch(number), hidden, residual)
+        return self.mono.run(self.runner, number, self._batch(number), hidden, residual)
 
     def _batch(self, number: int) -> Batch:
         from mono_kernel.batch import Batch

@@ -16,7 +16,7 @@ from rocm_msa.config import ModelConfig
 from rocm_msa.config_read import as_dict
 from rocm_msa.errors import ConfigError, Refusals, expect
 from rocm_msa.ops.dispatch import EMULATED
-from rocm_msa.vllm_plugin import compat
+from rocm_msa.vllm_plugin import compat, decode_cp
 
 if TYPE_CHECKING:
     from mono_kernel.shapes import Formats, Shape
@@ -35,7 +35,8 @@ class Facts:
 
     main, index: dtypes of the caches. dtype: of activations. device: cpu, rocm, or the name of
     another. backend: asked for, or None. weight_formats: of the checkpoint, or the reasons why they
-    cannot be told. folder: of compiled kernels, looked at on ROCm alone.
+    cannot be told. folder: of compiled kernels, looked at on ROCm alone. share_scan: whether the
+    ranks are to share the index scan.
     """
 
     model: ModelConfig
@@ -47,6 +48,7 @@ class Facts:
     backend: str | None
     weight_formats: Formats | tuple[str, ...]
     folder: Path = launcher.PACKAGE_DIRECTORY
+    share_scan: bool = False
     data_parallel: int = 1
     nodes: int = 1
     expert_parallel: bool = False
@@ -98,6 +100,7 @@ def facts_of(vllm_config: Any, options: Options, model: ModelConfig) -> Facts:
         backend=options.backend,
         weight_formats=_weight_formats(model_config.hf_config, model),
         folder=Path(options.code_objects or launcher.PACKAGE_DIRECTORY),
+        share_scan=decode_cp.asked_for(vllm_config, options),
         data_parallel=parallel.data_parallel_size,
         nodes=parallel.nnodes,
         expert_parallel=parallel.enable_expert_parallel,
@@ -172,9 +175,11 @@ def _of_the_backend(facts: Facts, shape: Shape | None) -> list[str]:
         return []
     from mono_kernel.layer_gfx950 import Build
 
-    symbol = Build.from_shape(shape).symbol
+    shapes = (shape, shape.sharing() if facts.share_scan else None)
+    symbols = [Build.from_shape(s).symbol for s in shapes if s is not None]
     try:
-        there = symbol in kernel_manifest.read(facts.folder).kernels
+        there = kernel_manifest.read(facts.folder).kernels
     except kernel_manifest.ManifestError as error:
         return [f"{error}; to build it: {BUILD_COMMAND}"]
-    return [] if there else [f"{facts.folder} lacks {symbol}; to build it: {BUILD_COMMAND}"]
+    lacks = [symbol for symbol in symbols if symbol not in there]
+    return [f"{facts.folder} lacks {symbol}; to build it: {BUILD_COMMAND}" for symbol in lacks]

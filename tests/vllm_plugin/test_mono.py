@@ -12,6 +12,7 @@ import torch
 from mono_kernel import reading
 from mono_kernel.checkpoint_formats import LAYOUTS, formats_of_config, mono_layers
 from mono_kernel.faults import MonoError, sum_site
+from mono_kernel.plan import exchange_threshold
 from mono_kernel.shapes import Shape
 from rocm_msa import launcher
 from rocm_msa.capacity import MINIMAX_M3
@@ -42,6 +43,13 @@ SIZES = [
 @pytest.mark.parametrize(("size", "path"), SIZES)
 def test_the_path_of_a_step(size, path):
     assert mono.path_of(size and mono.StepSize(*size), 16, 64) == path
+
+
+def test_long_contexts_share_the_scan_where_that_is_asked_for():
+    size = mono.StepSize(4, 4, 1, 0, 40)
+    assert mono.path_of(size, 16, 64, 41) == ("mono", "decode")
+    assert mono.path_of(size, 16, 64, 40) == ("mono", "shared")
+    assert mono.path_of(mono.StepSize(17, 17, 1, 0, 40), 16, 64, 40) == ("layers", "rows")
 
 
 def part(requests: int, rows: int, blocks: int = 3) -> Part:
@@ -100,7 +108,8 @@ def served(monkeypatch, caplog):
     monkeypatch.setattr(mono.logger, "handlers", [caplog.handler])
     monkeypatch.setattr(mono.logger, "propagate", False)
     caplog.set_level(logging.INFO, mono.logger.name)
-    made = mono.Mono(FakeRunner(), {n: attention(n) for n in (1, 2)}, 8)
+    shape = Shape.of(MINIMAX_M3, 4, LAYOUTS["nvfp4"])
+    made = mono.Mono(shape, FakeRunner(), {n: attention(n) for n in (1, 2)}, 8)
     for number in (1, 2):
         made.load(number, f"weights {number}")
     made.context = SimpleNamespace(attn_metadata=None, slot_mapping={})
@@ -173,12 +182,33 @@ def test_counters_are_exported():
     assert counts["mono_faults"].source() is mono.faults
 
 
+def test_two_runners_take_turns_by_the_length_of_the_context(served):
+    """From the modelled threshold on, or from one that is set; a fault of either is raised."""
+    served.sharing = other = FakeRunner()
+    short, long = MsaMetadata(2, part(2, 1, 3), None), MsaMetadata(2, part(2, 1, 8), None)
+    hidden = torch.ones(2, 8).bfloat16()
+
+    def runs(metadata):
+        during(served, metadata)
+        served.begin("positions", hidden).layer(1)("positions", hidden, hidden)
+        return len(served.runner.launches), len(other.launches)
+
+    assert exchange_threshold(served.shape, 2, 2) > 8
+    assert [runs(short), runs(long)] == [(1, 0), (2, 0)]
+    served.min_blocks = 8
+    assert [runs(short), runs(long)] == [(3, 0), (3, 1)]
+    assert mono.steps == {("mono", "decode"): 3, ("mono", "shared"): 1}
+    other.error = MonoError(0, 1, sum_site("output"), 5)
+    with pytest.raises(MonoError, match="for rank 1"):
+        runs(short)
+
+
 # Start-up
 
 
-def serving(shape: Shape | None):
-    options = SimpleNamespace(backend=None)
-    return SimpleNamespace(mono=shape, model=MINIMAX_M3, decode_cp=False, options=options)
+def serving(shape: Shape | None, decode_cp: bool = False):
+    options = SimpleNamespace(backend=None, indexer_decode_cp_min_blocks=None)
+    return SimpleNamespace(mono=shape, model=MINIMAX_M3, decode_cp=decode_cp, options=options)
 
 
 def test_without_the_flag_there_is_nothing():
@@ -212,7 +242,15 @@ def test_gpus_have_a_runner_over_peer_memory_when_the_kernel_is_there(monkeypatc
     assert list(started.layers) == list(range(3, 60)) and started.most_blocks == 157
     device = torch.device("cuda", 1)
     options = {"max_blocks": 157, "device": device, "patience_ms": 20_000}
-    assert made == [(("ranks", shape), options)]
+    assert made == [(("ranks", shape), options)] and started.sharing is None
+    made.clear()
+    started = mono.start(serving(shape, decode_cp=True), vllm_config, layers)
+    assert made == [(("ranks", s), options) for s in (shape, shape.sharing())]
+    assert started.sharing is not None and shape.sharing().exchange
+    made.clear()
+    eight = Shape.of(MINIMAX_M3, 8, LAYOUTS["nvfp4"])  # two ranks to an index head
+    assert mono.start(serving(eight, decode_cp=True), vllm_config, layers).sharing is None
+    assert made == [(("ranks", eight), options)]
 
 
 # Weights

@@ -121,6 +121,8 @@ def test_on_rocm_the_kernel_must_have_been_compiled(tmp_path):
     assert "lacks mono_layer_tp2_" in reason and reason.endswith("--mono config")
     (reason,) = reasons(dataclasses.replace(gpu, backend="reference"))
     assert "backend: expected None or one of ('flydsl',), got reference" in reason
+    (reason,) = reasons(dataclasses.replace(gpu, share_scan=True))
+    assert "lacks mono_layer_tp4_" in reason
     (reason,) = reasons(dataclasses.replace(gpu, nodes=2))
     assert "--nnodes: expected 1, got 2" in reason
 

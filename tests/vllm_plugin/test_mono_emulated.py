@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from mono_kernel.layer_gfx950 import Build
+from mono_kernel.shapes import Shape
 from rocm_msa import emulated, launcher
+from rocm_msa.checkpoint.make import make_checkpoint
+from rocm_msa.vllm_plugin import emulated as plugin
 from rocm_msa.vllm_plugin import mono
 from tests.comm.ranks import run_processes, thread_groups
 from tests.mono_kernel.steps import Step
+from tests.vllm_plugin.engine import engine, generate
+from tests.vllm_plugin.test_mono_engine import MONO, judged, prompt
 
 LENS, ROWS = [642, 129], 2
 CLOSE = 2.0**-7  # of the outputs' norm: a rounding to bf16 on the way may go the other way
@@ -17,13 +24,17 @@ CACHE = 2e-3  # share of cache bytes that a step writes
 
 
 @pytest.fixture(autouse=True)
-def not_offered_afterwards(monkeypatch):
+def afresh(monkeypatch):
+    """Nothing offered and nothing counted, before and afterwards."""
     monkeypatch.setattr(launcher, "_offered", {})
+    monkeypatch.setattr(emulated.tally, "launches", Counter())
+    monkeypatch.setattr(mono, "steps", Counter())
 
 
-def started(group, step: Step):
-    emulated.start([Build.from_shape(step.shape)])
-    return mono._between_emulators(group, step.shape, 16)
+def started(group, *shapes: Shape) -> list:
+    """A runner of each shape."""
+    emulated.start([Build.from_shape(shape) for shape in shapes])
+    return [plugin.mono_runner(group, shape, 16) for shape in shapes]
 
 
 def launched(runner, step: Step, rank: int) -> dict:
@@ -31,8 +42,8 @@ def launched(runner, step: Step, rank: int) -> dict:
     caches, wanted = step.copies()[rank], step.copies()
     r = step.reference(wanted)[rank]
     outs = [torch.full_like(step.hidden, float("nan")) for _ in range(2)]
-    weights = runner.load(step.weights[rank])
-    runner.run(weights, caches, step.batch, step.hidden, step.residual, *outs)
+    packed = step.weights[rank].packed()
+    runner.run(packed, caches, step.batch, step.hidden, step.residual, *outs)
     runner.check()
     names = ("hidden_out", "residual_out")
     return {
@@ -56,34 +67,48 @@ def good(one: dict) -> bool:
 def test_one_rank():
     step = Step("mxfp4", 1, LENS, ROWS, seed=7)
     (group,) = thread_groups(1)
-    runner = started(group, step)
+    (runner,) = started(group, step.shape)
     kernel = (Build.from_shape(step.shape).symbol,)
-    before = emulated.tally.launches[kernel]
     assert good(launched(runner, step, 0)) and good(launched(runner, step, 0))
-    assert emulated.tally.launches[kernel] == before + 2 and runner.generation == 3
+    assert emulated.tally.launches == {kernel: 2} and runner.generation == 3
     runner.close()
 
 
-def test_without_an_emulator_it_is_said():
-    with pytest.raises(RuntimeError, match="mono: no emulator was started"):
-        mono._between_emulators(None, Step("mxfp4", 1, [130]).shape, 16)
-
-
-def two_launches(rank: int, ranks: int, layout: str) -> list[dict]:
+def launches_in_turns(rank: int, ranks: int, layout: str) -> list[dict]:
+    """Of the runner that scans alone and the one that shares the scan, twice each."""
     step = Step(layout, ranks, LENS, ROWS, seed=7)
-    runner = started(None, step)
-    found = [launched(runner, step, rank) for _ in range(2)]
-    runner.close()
+    runners = started(None, step.shape, step.shape.sharing())
+    found = [launched(runner, step, rank) for _ in range(2) for runner in runners]
+    for runner in runners:
+        runner.close()
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "ranks"), [("mxfp4", 2), ("nvfp4", 4)])
-def test_ranks_sum_through_memory_that_they_share(layout, ranks, tmp_path):
-    everyone = run_processes(two_launches, ranks, tmp_path, layout)
+def test_ranks_sum_and_share_the_scan_through_memory_that_they_share(layout, ranks, tmp_path):
+    everyone = run_processes(launches_in_turns, ranks, tmp_path, layout)
+    wanted = [out.view(torch.uint8) for out in everyone[0][0]["outs"]]
     for launches in everyone:
-        assert [good(one) for one in launches] == [True, True], launches
-        for one, first in zip(launches, everyone[0], strict=True):
-            pairs = zip(one["outs"], first["outs"], strict=True)
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        assert [good(one) for one in launches] == [True] * 4, launches
+        for one in launches:  # the same bits on all ranks and either way
+            got = [out.view(torch.uint8) for out in one["outs"]]
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_engine_whose_ops_and_mono_layers_are_emulated(tmp_path):
+    """A prompt through the ops' kernels, then decode steps through the layer's."""
+    checkpoint = str(tmp_path / "mxfp4")
+    make_checkpoint(checkpoint, "tiny", "mxfp4", intermediate_size=256)
+    asked = [prompt(40, 1), prompt(130, 2)]
+    options = MONO | {"additional_config": {"rocm_msa": {"mono": True, "backend": "emulated"}}}
+    with engine(checkpoint, **options) as llm:
+        answers = generate(llm, asked, 3)
+    assert mono.steps == {("layers", "prefill"): 1, ("mono", "decode"): 2}
+    launches = emulated.tally.launches
+    assert [n for (k,), n in launches.items() if k.startswith("mono_layer_")] == [2 * 3]
+    assert len(launches) > 3  # the prompts went through the kernels of the ops
+    judged(checkpoint, asked, answers)

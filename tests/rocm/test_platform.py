@@ -1,0 +1,131 @@
+"""vLLM 0.33's own code for ROCm with our plugin: platform, configuration, model, runner V2's hooks.
+
+What stands for amdsmi, torch.cuda and the compiled library is in fake_rocm.py; no layer is run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_plugin import vllm_033
+
+RUN = Path(__file__).with_name("run_033.py")
+LAYOUTS = {
+    "mxfp8": ("mxfp8", "ModelOptMxFp8FusedMoE"),
+    "nvfp4": ("modelopt_mixed", "ModelOptNvFp4FusedMoE"),
+}
+"""Checkpoint layout -> vLLM's quantisation and its class for the experts. MXFP4 needs AITER or
+Quark, which are not here."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    from rocm_msa.checkpoint.make import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("rocm")
+    make_checkpoint(folder / "tiny")
+    for layout in LAYOUTS:
+        make_checkpoint(folder / layout, layout=layout)
+    command = [sys.executable, RUN, *(folder / name for name in ("tiny", *LAYOUTS))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=vllm_033.environment()
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_the_platform_is_rocm_and_the_runner_v2(found):
+    assert found["platform"] == {
+        "platform": "RocmPlatform",
+        "is_rocm": True,
+        "capability": [9, 5],
+        "runner_v2": True,
+        "compilation": "NONE",
+        "graphs": "NONE",
+        "block_size": 128,
+        "device": "cuda",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("aiter", "VLLM_ROCM_USE_AITER: the package aiter is not installed"),
+        ("attention_backend", "--attention-backend: these layers bring their own backend"),
+        ("quantization", "--quantization-config: the checkpoint is not quantised"),
+        ("block_size", "--block-size: expected 128 (one sparse block a page), got 64"),
+    ],
+)
+def test_refused_on_rocm(name, words, found):
+    assert found["refusals"]["nothing"] == ""
+    assert words in found["refusals"][name]
+
+
+def test_the_model_is_made_and_loaded(found):
+    model = found["model"]
+    assert model["class"] == "RocmMsaM3ForCausalLM"
+    assert model["experts"] == ["RoutedExperts", "SharedExperts"]  # vLLM's, not the CPU's
+    assert model["parameters"] > 40 and model["not_loaded"] == []
+    assert model["state"] == "DefaultModelState"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_checkpoints_go_through_vllms_code(layout, found):
+    quantization, experts = LAYOUTS[layout]
+    model = found["quantised"][layout]
+    assert model["quantization"] == quantization
+    assert experts in model["methods"] and "ModelOptLinearMethod" in model["methods"]
+    assert model["not_loaded"] == []
+
+
+def test_the_caches_are_rows_of_one_allocation(found):
+    cache = found["cache"]
+    assert cache["layout"] == "BLHNC"
+    assert (cache["groups"], cache["allocations"], cache["kernel_block_sizes"]) == (1, 1, [128])
+    assert cache["block_strides"] == [cache["block_bytes"]] == [175104]
+    assert cache["graphs"] == "NEVER"
+    blocks = cache["blocks"]
+    assert blocks == 64 * 2**20 // cache["block_bytes"]
+    main, index = [blocks, 36864], [blocks, 9216]
+    assert sorted(cache["layers"].values()) == sorted([main] * 4 + [index] * 3)
+
+
+def test_the_metadata_of_a_batch(found):
+    """Decode rows first; rows of the runner's buffers that no request has are left out."""
+    for batch in found["batches"].values():
+        assert batch["layers"] == sorted(found["cache"]["layers"])
+    tables = [[16 * i + j for j in range(6)] for i in range(4)]
+    assert {k: v for k, v in found["batches"]["mixed"].items() if k != "layers"} == {
+        "tokens": 242,
+        "decode": {
+            "tokens": [0, 2],
+            "rows": 1,
+            "seq_lens": [300, 5],
+            "starts": [0, 1, 2],
+            "table": tables[:2],
+            "last_blocks": [3, 1],
+        },
+        "prefill": {
+            "tokens": [2, 242],
+            "rows": None,
+            "seq_lens": [40, 700],
+            "starts": [0, 40, 240],
+            "table": tables[2:],
+            "last_blocks": [1, 6],
+        },
+    }
+    decode = found["batches"]["decode"]
+    assert decode["prefill"] is None and decode["decode"]["last_blocks"] == [3, 1, 2]
+    prefill = found["batches"]["prefill"]
+    assert prefill["decode"] is None and prefill["prefill"]["tokens"] == [0, 129]
+
+
+def test_the_runner_puts_first_what_our_metadata_takes_as_decode_rows(found):
+    """Requests of equal length lead; the builder takes them as decode rows and the rest as prefill,
+    a request with fewer drafts than the others too."""
+    assert found["order"] == {"plain": [1, 1, 40, 600], "drafted": [4, 4, 3, 1, 600]}

@@ -15,6 +15,7 @@ from mono_kernel.weights import GROUP, HEAD_NORMS, PER_BYTE, LayerWeights, Store
 from rocm_msa.errors import Refusals, expect
 
 _SCALE_NAN = 255
+_E4M3_NAN = 0x7F  # and with the sign bit
 _E4M3 = torch.float8_e4m3fn
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -58,7 +59,6 @@ class _Reader:
             self.fault(what, size, list(tensor.shape))
         if wrong:
             return self._zeros(outputs, inputs, kind)
-        self._check_values(name, weight, scales, kind)
         factor = 1.0
         if kind == "nvfp4":
             whole = self.find(f"{name}.weight_scale_2")
@@ -75,13 +75,18 @@ class _Reader:
                 return found
         return None
 
-    def _check_values(self, name, weight, scales, kind: str) -> None:
-        if kind in ("bf16", "mxfp8") and not bool(weight.float().isfinite().all()):
+    def finite(self, name: str, part: Stored) -> Stored:
+        """The part of linear `name` that this rank holds, looked through for NaN and inf."""
+        kind, scales = part.format, part.scales
+        if kind == "bf16" and not bool(part.data.isfinite().all()):
             self.fault(f"{name}.weight", "finite values", "NaN or inf")
-        if kind in ("mxfp8", "mxfp4") and bool((scales.view(torch.uint8) == _SCALE_NAN).any()):
+        if kind == "mxfp8" and _has_nan(part.data.view(torch.uint8)):
+            self.fault(f"{name}.weight", "finite values", "NaN")
+        if kind in ("mxfp8", "mxfp4") and bool((scales == _SCALE_NAN).any()):
             self.fault(f"{name} scales", "E8M0 codes below 255", "255, a NaN block")
-        if kind == "nvfp4" and bool(scales.float().isnan().any()):
+        if kind == "nvfp4" and _has_nan(scales):
             self.fault(f"{name} scales", "E4M3 numbers", "NaN")
+        return part
 
     def _zeros(self, outputs: int, inputs: int, kind: str) -> Stored:
         dtype = {"bf16": torch.bfloat16, "mxfp8": _E4M3}.get(kind, torch.uint8)
@@ -89,6 +94,11 @@ class _Reader:
         data = data.to(dtype)
         scales = torch.zeros(outputs, inputs // GROUP[kind], dtype=torch.uint8)
         return Stored(kind, data, None if kind == "bf16" else scales)
+
+
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Of E4M3 bytes. The largest magnitude of all: a layer has billions of them."""
+    return int((codes & _E4M3_NAN).max()) == _E4M3_NAN
 
 
 def format_of(weight: torch.Tensor | None, scales: torch.Tensor | None) -> str:
@@ -141,7 +151,7 @@ def read_layer(
 
     def by_heads(name: str, total: int, first: int, count: int) -> Stored:
         whole = read.linear(f"self_attn.{name}", total * HEAD_DIM, columns, s.attention_format)
-        return whole.rows(first * HEAD_DIM, count * HEAD_DIM)
+        return read.finite(f"self_attn.{name}", whole.rows(first * HEAD_DIM, count * HEAD_DIM))
 
     q = by_heads("q_proj", s.q_heads * s.tp, rank * s.q_heads, s.q_heads)
     k, v = (by_heads(name, kv_total, kv.start, s.kv_heads) for name in ("k_proj", "v_proj"))
@@ -149,12 +159,14 @@ def read_layer(
     index_k = by_heads("index_k_proj", 1, 0, 1)
     attended = s.attended * s.tp
     output = read.linear("self_attn.o_proj", s.hidden, attended, s.attention_format)
+    output = read.finite("self_attn.o_proj", output.columns(rank * s.attended, s.attended))
 
     def expert(base: str, names: Sequence[str], width: int, kind: str) -> tuple:
         gate, up = (read.linear(f"{base}.{n}", width * s.tp, s.hidden, kind) for n in names[:2])
         down = read.linear(f"{base}.{names[2]}", s.hidden, width * s.tp, kind)
         cut = rank * width
-        return gate.rows(cut, width), up.rows(cut, width), down.columns(cut, width)
+        parts = gate.rows(cut, width), up.rows(cut, width), down.columns(cut, width)
+        return tuple(read.finite(f"{base}.{n}", p) for n, p in zip(names, parts, strict=True))
 
     moe = "block_sparse_moe"
     routed = [
@@ -167,7 +179,6 @@ def read_layer(
         shared = expert(f"{moe}.shared_experts", names, s.shared, s.shared_format)
     vectors = _vectors(s, read.vector)
     read.refusals.raise_if_any()
-    output = output.columns(rank * s.attended, s.attended)
     return LayerWeights(s, vectors, stack([q, k, v, index_q, index_k]), output, routed, shared)
 
 

@@ -29,6 +29,8 @@ BENCH = Run("test", "tests/docs/test_benchmarks.py::test_a_benchmark_runs")
 IMAGE = "tests/docker/test_image.py::"
 SERVE_LINE = "tests/vllm_plugin/test_serve_line.py::test_it_becomes_a_configuration"
 
+VERIFY = "tests/cli/test_verify.py::"
+
 RUNS: dict[tuple[str, ...], Run] = {
     ("make", "env"): Run(
         "test", "tests/test_setup_env.py::test_nothing_there_builds_all_and_then_is_current"
@@ -54,6 +56,10 @@ RUNS: dict[tuple[str, ...], Run] = {
     ("rocm-msa", "make-checkpoint"): Run("test", DOCS + "test_cheap_commands_run"),
     ("rocm-msa", "doctor"): Run("test", DOCS + "test_cheap_commands_run"),
     ("rocm-msa", "compile"): Run("test", "tests/cli/test_compile.py::test_compile"),
+    ("rocm-msa", "verify"): Run("test", VERIFY + "test_the_emulator_passes_the_small_set"),
+    ("rocm-msa", "verify", "--target", "gpu"): Run(
+        "gpu", VERIFY + "test_an_nvidia_gpu_checks_triton_and_says_so"
+    ),
     ("rocm-msa", "serve"): Run("test", "tests/soak/test_soak.py::test_soak"),
     ("rocm-msa", "serve", "MODEL"): Run("gpu", SERVE_LINE),
     ("vllm", "serve"): Run("gpu", SERVE_LINE),
@@ -65,6 +71,9 @@ RUNS: dict[tuple[str, ...], Run] = {
     ("python", "-m", "gfx950_emu"): Run("test", "tests/emulator/test_inspect.py::test_as_a_module"),
     ("python", "tools/fetch_vllm_sources.py"): Run(
         "test", "tests/vllm_plugin/test_compat_contract.py::test_fields"
+    ),
+    ("python", "tools/make_opcode_checks.py"): Run(
+        "test", "tests/cli/test_verify_data.py::test_the_tool_writes_checks_of_every_kernel"
     ),
     ("python", "examples/pd/proxy.py"): Run(
         "test", "tests/vllm_plugin/test_pd_slow.py::test_demo_pd"

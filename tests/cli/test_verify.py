@@ -231,6 +231,29 @@ def test_an_exception_is_a_fault_and_the_next_check_follows(monkeypatch):
     assert result.faults[0].text == "RuntimeError: device lost"
 
 
+def test_a_launch_that_fails_ends_the_opcodes_alone(stored):
+    class Lost:
+        launches = 0
+
+        def load_module(self, data, subject):
+            return 1
+
+        def get_function(self, module, symbol, subject):
+            return 1
+
+        def launch(self, *arguments):
+            self.launches += 1
+            if self.launches == 3:
+                raise RuntimeError("device lost")
+
+    target = Target("gfx950", torch.device("cpu"), "x", 1, (), Lost())
+    result = run.run(target, ["opcodes", "exchange"])
+    *_, last, left, exchange = result.outcomes
+    assert last.text == "RuntimeError: device lost" and last.status == "fault"
+    assert left.text.startswith(f"{len(stored.cases) - 3} more") and left.status == "skipped"
+    assert exchange.step == "exchange"
+
+
 def test_times_say_how_they_differ(monkeypatch):
     monkeypatch.setattr(times, "measured", lambda *a: {"us": 3.0, "low": 2.0, "high": 4.0})
     target = Target("gpu", torch.device("cpu"), "x", 1, ("flydsl", "triton"))

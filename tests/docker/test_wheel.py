@@ -47,6 +47,8 @@ def test_what_the_wheel_holds(wheel):
         "rocm_msa/code_objects/gfx950/manifest.json",
         "rocm_msa/code_objects/gfx950/kernel.hsaco",
         "rocm_msa/ops/sparse_decode/flydsl_gfx950.py",
+        "rocm_msa/selfcheck/data/opcodes.hsaco.xz",
+        "rocm_msa/selfcheck/report.html.jinja",
         "dcp/__init__.py",
         "gfx950_emu/__init__.py",
     ):

@@ -303,10 +303,11 @@ class Step:
         from mono_kernel.batch import Batch
 
         attention, part = self.mono.layers[number], self.part
+        rows = part.tokens  # what vLLM gives may be longer
         return Batch(
-            self.positions,
-            self.slots[attention.layer_name],
-            self.slots[attention.index_cache.layer_name],
+            self.positions[rows],
+            self.slots[attention.layer_name][rows],
+            self.slots[attention.index_cache.layer_name][rows],
             self.table,
             part.seq_lens,
             part.rows_per_request,

@@ -10,15 +10,17 @@ dcp is imported only where the flag asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rocm_msa import launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.errors import Refusals, check_int, expect
-from rocm_msa.vllm_plugin import emulated, kernels
+from rocm_msa.vllm_plugin import emulated, kernels, metrics
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,8 @@ FLAG = "indexer_decode_cp"
 
 taken: Counter[tuple[str, str]] = Counter()
 """Layer calls with decode rows in this process, by ("shared" | "alone", reason)."""
+faults: Counter[tuple[str, ...]] = Counter()
+"""Faults of the exchange that this process raised, by (site,)."""
 
 _CPU_TIMEOUT_S = 300.0
 """For one message. Ranks wait for each other in every layer anyway, so they are never far apart."""
@@ -217,16 +221,17 @@ class DecodeCp:
             room = f"there is room for {self.most.rows} rows of {self.most.max_blocks} blocks"
             return self._note("alone", "large", batch, room)
         try:
-            ids = self.exchange.select(
-                index_q,
-                index_cache,
-                part.block_table,
-                part.seq_lens,
-                part.rows_per_request,
-                part.num_blocks,
-                *self.kept,
-                layer=layer,
-            )
+            with self._counting_faults():
+                ids = self.exchange.select(
+                    index_q,
+                    index_cache,
+                    part.block_table,
+                    part.seq_lens,
+                    part.rows_per_request,
+                    part.num_blocks,
+                    *self.kept,
+                    layer=layer,
+                )
         except NotImplementedError as error:
             # Of the shapes, before anything is sent: on every rank, or on none.
             return self._note("alone", "unsupported", batch, str(error))
@@ -264,7 +269,19 @@ class DecodeCp:
 
     def check(self) -> None:
         """Raise the DcpError that any rank has met so far; once a step, waits for nothing."""
-        self.exchange.check()
+        with self._counting_faults():
+            self.exchange.check()
+
+    @contextlib.contextmanager
+    def _counting_faults(self) -> Iterator[None]:
+        from dcp.api import DcpError
+
+        try:
+            yield
+        except DcpError as error:
+            faults[(error.site.name,)] += 1
+            metrics.publish()  # the process ends before the next time
+            raise
 
     def _note(self, path: str, reason: str, batch: Batch, why: str) -> None:
         """Count a call; say why, the first time."""

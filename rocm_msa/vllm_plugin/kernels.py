@@ -97,6 +97,7 @@ class WarmUp:
             self._waiting.remove(name)
             if not self._waiting:
                 self._run()
+                metrics.serving_begins()
 
     def _run(self) -> None:
         self._prepare_exchange()

@@ -45,15 +45,12 @@ class Level:
     text: str
 
 
-def _decode_cp() -> Mapping[tuple[str, ...], int]:
-    module = sys.modules.get("rocm_msa.vllm_plugin.decode_cp")
-    return module.taken if module else {}
+def _of(module: str, counter: str) -> Callable[[], Mapping[tuple[str, ...], int]]:
+    """A counter of a module of the plugin that only some configurations import."""
 
-
-def _mono(counter: str) -> Callable[[], Mapping[tuple[str, ...], int]]:
     def source() -> Mapping[tuple[str, ...], int]:
-        module = sys.modules.get("rocm_msa.vllm_plugin.mono")
-        return getattr(module, counter) if module else {}
+        found = sys.modules.get(f"rocm_msa.vllm_plugin.{module}")
+        return getattr(found, counter) if found else {}
 
     return source
 
@@ -67,6 +64,18 @@ def _triton_compiles() -> Mapping[tuple[str, ...], int]:
     return {(): compiled()}
 
 
+def serving_begins() -> None:
+    """The warm-up is over: what is compiled from now on is late."""
+    global _compiled_in_warm_up
+    _compiled_in_warm_up = _triton_compiles().get((), 0)
+
+
+def _late_compiles() -> Mapping[tuple[str, ...], int]:
+    if _compiled_in_warm_up is None:
+        return {}
+    return {(): _triton_compiles().get((), 0) - _compiled_in_warm_up}
+
+
 COUNTS = (
     Count(
         "op_calls",
@@ -78,25 +87,37 @@ COUNTS = (
         "decode_cp_calls",
         "Layer calls with decode rows whose index scan the ranks shared, or did not, and why.",
         ("path", "reason"),
-        _decode_cp,
+        _of("decode_cp", "taken"),
+    ),
+    Count(
+        "decode_cp_faults",
+        "Faults of the exchange between the ranks, by the place where it was found.",
+        ("site",),
+        _of("decode_cp", "faults"),
     ),
     Count(
         "mono_steps",
         "Model steps by path: the mono kernel or the ordinary layers, and why.",
         ("path", "reason"),
-        _mono("steps"),
+        _of("mono", "steps"),
     ),
     Count(
         "mono_faults",
         "Launches of the mono kernel that failed, by the place of the wait that ended in vain.",
         ("site",),
-        _mono("faults"),
+        _of("mono", "faults"),
     ),
     Count(
         "triton_compiles",
         "Triton kernels compiled; after start-up this must not grow.",
         (),
         _triton_compiles,
+    ),
+    Count(
+        "compiles_while_serving",
+        "Kernels compiled after the warm-up; must stay 0.",
+        (),
+        _late_compiles,
     ),
 )
 LEVELS = (
@@ -105,6 +126,7 @@ LEVELS = (
 )
 
 _added: list[Count] = []
+_compiled_in_warm_up: int | None = None
 _lock = threading.Lock()
 _published: dict[tuple[str, tuple[str, ...]], int] = {}
 
@@ -137,8 +159,8 @@ def publish() -> None:
             for labels, total in dict(count.source()).items():
                 new = total - _published.get((count.name, labels), 0)
                 _published[count.name, labels] = total
+                counter = _counter(count)  # one without labels is shown from now on, as 0
                 if new > 0:
-                    counter = _counter(count)
                     (counter.labels(*labels) if labels else counter).inc(new)
 
 

@@ -127,6 +127,31 @@ def test_the_ops_count_with_their_reason():
     assert len(key) == len(count.labels)
 
 
+def test_what_is_compiled_after_the_warm_up_is_late(monkeypatch):
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Counter as PromCounter
+
+    compiled = {"number": 5}
+    registry = CollectorRegistry()
+    (late,) = [c for c in metrics.COUNTS if c.name == "compiles_while_serving"]
+    made = PromCounter("late", "Late.", registry=registry)
+    monkeypatch.setattr(metrics, "COUNTS", (late,))
+    monkeypatch.setattr(metrics, "_published", {})
+    monkeypatch.setattr(metrics, "_counter", lambda c: made)
+    monkeypatch.setattr(metrics, "_compiled_in_warm_up", None)
+    monkeypatch.setattr(metrics, "_triton_compiles", lambda: {(): compiled["number"]})
+    assert late.source() == {}  # nothing is late while the engine starts
+    metrics.serving_begins()
+    metrics.publish()
+    assert registry.get_sample_value("late_total") == 0
+    compiled["number"] = 7
+    metrics.publish()
+    assert registry.get_sample_value("late_total") == 2
+    monkeypatch.setattr(metrics, "_triton_compiles", dict)  # no Triton at all
+    metrics.serving_begins()
+    assert late.source() == {(): 0}
+
+
 def test_worker_processes_share_a_folder(tmp_path):
     """prometheus_client sums the counters of all processes that have the variable."""
     code = (
@@ -198,6 +223,7 @@ def test_a_server_shows_them(tmp_path):
     command = command_line(str(tmp_path / "tiny"), options)
     server = Server(command, port, tmp_path / "log", {**os.environ, **settings})
     wanted = ("rocm_msa_op_calls_total{", "rocm_msa_cache_blocks{", "vllm:cache_config_info{")
+    wanted += ("\nrocm_msa_compiles_while_serving_total 0.0",)
 
     def read(path: str, body: dict | None = None) -> str:
         data = json.dumps(body).encode() if body else None

@@ -66,6 +66,7 @@ def hear(monkeypatch, caplog) -> None:
 @pytest.fixture
 def shared(monkeypatch, caplog):
     monkeypatch.setattr(decode_cp, "taken", decode_cp.Counter())
+    monkeypatch.setattr(decode_cp, "faults", decode_cp.Counter())
     hear(monkeypatch, caplog)
     model = SimpleNamespace(topk_blocks=16, init_blocks=1, local_blocks=2)
     options = SimpleNamespace(indexer_decode_cp_min_blocks=None)
@@ -123,6 +124,29 @@ def test_the_error_is_looked_at_once_a_step_before_anything_else(shared, monkeyp
     ):
         builder.build(0, None)
     assert MsaMetadataBuilder(None, ["dense"], vllm_config, "cpu").decode_cp is None
+
+
+def test_faults_are_counted_and_published_before_the_engine_ends(shared, monkeypatch):
+    published = []
+
+    def publish():
+        published.append(dict(decode_cp.faults))
+
+    monkeypatch.setattr(decode_cp.metrics, "publish", publish)
+    shared.exchange.error = DcpError(2, 3, Site.RESULTS, 11)
+    with pytest.raises(DcpError):
+        shared.check()
+
+    def fails(*arguments, **options):
+        raise DcpError(0, 1, Site.START, 12)
+
+    monkeypatch.setattr(shared.exchange, "select", fails)
+    with pytest.raises(DcpError):
+        shared.select(0, "q", "cache", part(64, 4, 8192))
+    both = {("RESULTS",): 1, ("START",): 1}
+    assert decode_cp.faults == both and published == [{("RESULTS",): 1}, both]
+    (count,) = [c for c in decode_cp.metrics.COUNTS if c.name == "decode_cp_faults"]
+    assert count.source() == both and count.labels == ("site",)
 
 
 def test_one_rank_has_nothing_to_share(monkeypatch, caplog):

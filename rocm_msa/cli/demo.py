@@ -34,20 +34,25 @@ def demo(
     tp: Annotated[
         int, typer.Option(help="With --emulated: tensor-parallel ranks.", min=1, max=2)
     ] = 1,
+    mono: Annotated[
+        bool, typer.Option("--mono", help="With --emulated: decode steps by the mono kernel.")
+    ] = False,
 ) -> None:
     """Make a tiny checkpoint, serve it with NVFP4 caches, send requests, stop the server."""
     from rocm_msa import demo
 
     if emulated and (serve or port):
         raise fail("--emulated: starts and stops servers on free ports; leave --serve, --port out")
-    if tp > 1 and not emulated:
-        raise fail("--tp: only with --emulated")
+    if (tp > 1 or mono) and not emulated:
+        raise fail("--tp, --mono: only with --emulated")
     shared = {"keep_files": keep_files, "cache_dir": cache_dir}
     if start_timeout is not None:
         shared["start_timeout"] = start_timeout
     try:
         if emulated:
-            code = demo.run_emulated_demo(demo.EmulatedOptions(ranks=tp, **shared), out())
+            code = demo.run_emulated_demo(
+                demo.EmulatedOptions(ranks=tp, mono=mono, **shared), out()
+            )
         else:
             code = demo.run_demo(demo.DemoOptions(serve=serve, port=port, **shared), out())
     except demo.DemoError as error:

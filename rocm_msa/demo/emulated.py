@@ -4,6 +4,9 @@ A vLLM server on the CPU is started once a run, asked, and stopped. The runs are
 backend "emulated"; with several tensor-parallel ranks the latter twice: with the index scan shared
 between the ranks (indexer_decode_cp) and not.
 
+With `mono` the decode steps run each sparse layer as one launch of the mono kernel, whose PyTorch
+reference is the first run.
+
 The greedy tokens must be equal. The kernels round more than the reference does (docs/emulated.md),
 so a run may leave the reference's path where the two best tokens are closer than that; then the
 tokens up to there count, and it is said. Shared or not, the scan gives the same bits.
@@ -32,6 +35,8 @@ from rocm_msa.demo.run import progress_line, supervise
 from rocm_msa.demo.server import POLL_SECONDS, DemoError, Server, free_port
 
 PROMPT_TOKENS, NEW_TOKENS = 150, 8
+MONO_CHECKPOINT = {"layout": "mxfp4", "intermediate_size": 256}
+"""The mono kernel reads quantised experts, in tiles that the tiny model's own do not fill."""
 ROUNDING = 0.8
 """Of a log-probability, in nats: what the kernels' roundings of K, V, q and p may move it by."""
 ANSWER_SECONDS = 1800.0
@@ -42,9 +47,10 @@ published."""
 
 @dataclass(frozen=True)
 class EmulatedOptions:
-    """ranks: tensor-parallel. cache_dir None: the user's cache."""
+    """ranks: tensor-parallel. mono: with the mono kernel. cache_dir None: the user's cache."""
 
     ranks: int = 1
+    mono: bool = False
     keep_files: bool = False
     cache_dir: Path | None = None
     start_timeout: float = 900.0
@@ -64,10 +70,11 @@ class Run:
         return [token.id for token in self.tokens]
 
 
-def runs_of(ranks: int) -> list[Run]:
+def runs_of(ranks: int, mono: bool = False) -> list[Run]:
     """The reference first."""
-    emulated = {"backend": "emulated"}
-    reference = Run("the reference ops (PyTorch)", {"backend": "reference"})
+    every = {"mono": True} if mono else {}
+    emulated = {"backend": "emulated"} | every
+    reference = Run("the reference ops (PyTorch)", {"backend": "reference"} | every)
     if ranks == 1:
         return [reference, Run("gfx950 code objects in the emulator", emulated)]
     shared = emulated | {"indexer_decode_cp": True, "indexer_decode_cp_min_blocks": 1}
@@ -86,9 +93,11 @@ def run_emulated_demo(options: EmulatedOptions, console: Console) -> int:
     """
     began = time.monotonic()
     prepare.check_environment(os.environ)
-    directory, _ = prepare.checkpoint(options.cache_dir or prepare.default_cache_dir(os.environ))
+    cache_dir = options.cache_dir or prepare.default_cache_dir(os.environ)
+    kind = MONO_CHECKPOINT if options.mono else {}
+    directory, _ = prepare.checkpoint(cache_dir, **kind)
     model = ModelConfig.from_json(directory)
-    runs = runs_of(options.ranks)
+    runs = runs_of(options.ranks, options.mono)
     files = Path(tempfile.mkdtemp(prefix="rocm-msa-demo-"))
     keep = True
     try:
@@ -143,7 +152,9 @@ def _ask(
         console.print(f"Healthy after {seconds:.0f} s; {PROMPT_TOKENS} prompt tokens ...")
         client = Client(server.url, prepare.SERVED_NAME, ANSWER_SECONDS)
         start = time.monotonic()
-        run.tokens = _watched(lambda: client.greedy(prompt(), NEW_TOKENS), server, console)
+        run.tokens = _watched(
+            lambda: client.greedy(prompt(options.mono), NEW_TOKENS), server, console
+        )
         console.print(
             f"{len(run.ids)} tokens in {time.monotonic() - start:.1f} s: {run.ids}", markup=False
         )
@@ -153,13 +164,13 @@ def _ask(
     return supervise(server, course, console)
 
 
-def prompt() -> list[int]:
+def prompt(mono: bool) -> list[int]:
     """Token ids that look random; the same each time.
 
-    The tiny model's weights are random, so most prompts meet two tokens that are nearly as good
-    within a few steps. Behind this one the best is ahead by 0.38 nats at least.
+    The tiny models' weights are random, so most prompts meet two tokens that are nearly as good
+    within a few steps. Behind these the best is ahead by 0.38 nats at least.
     """
-    state, ids = 4, []
+    state, ids = 11 if mono else 4, []
     for _ in range(PROMPT_TOKENS):
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
         ids.append(3 + (state >> 8) % 897)
@@ -202,6 +213,7 @@ def _settled(client: Client, calls: int) -> list[Sample]:
 
 OP_CALLS = "rocm_msa_op_calls_total"
 DECODE_CP = "rocm_msa_decode_cp_calls_total"
+MONO_STEPS = "rocm_msa_mono_steps_total"
 WORK = {
     "launches": "rocm_msa_emulated_launches_total",
     "wave-instructions": "rocm_msa_emulated_instructions_total",
@@ -264,10 +276,7 @@ def show_work(runs: list[Run], console: Console) -> None:
         fell_back = {op for op, backend in counted if backend != "emulated"} - {"dense_attention"}
         if fell_back:
             raise DemoError(f"{run.title}: {', '.join(sorted(fell_back))} did not run in it")
-        if run.options.get("indexer_decode_cp"):
-            ways = {way: int(n) for (way,), n in _by(run, DECODE_CP, "path").items()}
-            if set(ways) != {"shared"}:
-                raise DemoError(f"{run.title}: expected shared decode batches, got {ways}")
+        _check_paths(run)
     run = runs[1]
     console.print(f"\nKernels of run 2: {run.title}", style="bold", markup=False)
     rows = table("gfx950 kernel", "launches", "wave-instructions", "bytes read", "written", left=1)
@@ -292,6 +301,19 @@ def show_work(runs: list[Run], console: Console) -> None:
     )
     console.print(rows)
     console.print("Counted by the emulator: function, not time. No GPU was involved.")
+
+
+def _check_paths(run: Run) -> None:
+    """Raises DemoError for decode steps that did not go the way that was asked for."""
+    if run.options.get("mono"):
+        ways = {way: int(n) for way, n in _by(run, MONO_STEPS, "path", "reason").items()}
+        steps = sum(n for (path, _), n in ways.items() if path == "mono")
+        if not steps or steps % (NEW_TOKENS - 1):
+            raise DemoError(f"{run.title}: expected all decode steps on the mono path, got {ways}")
+    elif run.options.get("indexer_decode_cp"):
+        ways = {way: int(n) for (way,), n in _by(run, DECODE_CP, "path").items()}
+        if set(ways) != {"shared"}:
+            raise DemoError(f"{run.title}: expected shared decode batches, got {ways}")
 
 
 def _by(run: Run, name: str, *labels: str) -> dict[tuple[str, ...], float]:

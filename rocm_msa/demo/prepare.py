@@ -58,10 +58,13 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
     return Path(base) / "rocm-msa" / "demo"
 
 
-def checkpoint(cache_dir: Path) -> tuple[Path, bool]:
+def checkpoint(cache_dir: Path, layout: str = "bf16", **sizes: int) -> tuple[Path, bool]:
     """The tiny checkpoint, and whether it was there already.
 
     The directory's name holds a digest of the maker's source, so a changed maker makes a new one.
+
+    Args:
+        layout: of the weights, see make_checkpoint. sizes: overrides of its config.
 
     Raises:
         DemoError: the cache directory cannot be written.
@@ -70,7 +73,8 @@ def checkpoint(cache_dir: Path) -> tuple[Path, bool]:
     maker = importlib.util.find_spec("rocm_msa.checkpoint")
     sources = sorted(Path(maker.origin).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    directory = cache_dir / f"tiny-bf16-{digest}"
+    names = ["tiny", layout, *(f"{key}-{value}" for key, value in sizes.items()), digest]
+    directory = cache_dir / "-".join(names)
     if _complete(directory):
         return directory, True
     from rocm_msa.checkpoint.make import make_checkpoint
@@ -78,7 +82,7 @@ def checkpoint(cache_dir: Path) -> tuple[Path, bool]:
     try:
         if directory.is_dir():
             shutil.rmtree(directory)  # incomplete, and ours by its name
-        make_checkpoint(directory, size="tiny", layout="bf16", arch="text", seed=0)
+        make_checkpoint(directory, size="tiny", layout=layout, arch="text", seed=0, **sizes)
     except OSError as error:
         # Another demo may have finished the same directory meanwhile.
         if _complete(directory):

@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 from rocm_msa.cli import app
 from rocm_msa.demo import emulated
 from rocm_msa.demo.client import Client, Sample, Token
-from rocm_msa.demo.emulated import DECODE_CP, OP_CALLS, ROUNDING, WORK, Run, runs_of
+from rocm_msa.demo.emulated import (
+    DECODE_CP,
+    MONO_STEPS,
+    OP_CALLS,
+    ROUNDING,
+    WORK,
+    Run,
+    runs_of,
+)
 from rocm_msa.demo.server import DemoError
 
 TOKENS = [Token(5, -1.0, 2.0), Token(6, -2.0, 0.25), Token(7, -0.5, 3.0)]
@@ -111,19 +119,41 @@ def test_batches_that_were_not_shared_fail_the_demo(path):
         shown(*samples, indexer_decode_cp=True)
 
 
+@pytest.mark.parametrize(("mono", "other"), [(0, 7), (6, 1), (8, 0)])
+def test_decode_steps_beside_the_mono_kernel_fail_the_demo(mono, other):
+    steps = [
+        Sample(MONO_STEPS, {"path": path, "reason": reason}, n)
+        for path, reason, n in (
+            ("mono", "decode", mono),
+            ("layers", "rows", other),
+            ("layers", "prefill", 1),
+        )
+    ]
+    with pytest.raises(DemoError, match="expected all decode steps on the mono path"):
+        shown(*steps, mono=True)
+    assert "function, not time" in shown(*mono_steps(7), mono=True)
+
+
+def mono_steps(count: int) -> list[Sample]:
+    return [Sample(MONO_STEPS, {"path": "mono", "reason": "decode"}, count)]
+
+
 def test_the_runs():
     assert [r.options["backend"] for r in runs_of(1)] == ["reference", "emulated"]
+    assert [r.options["mono"] for r in runs_of(2, mono=True)] == [True] * 3
     options = [r.options for r in runs_of(2)]
     assert options[1]["indexer_decode_cp"] and "indexer_decode_cp" not in options[2]
-    ids = emulated.prompt()
-    assert len(ids) == emulated.PROMPT_TOKENS and 3 <= min(ids) <= max(ids) < 900
-    assert len(set(ids)) > 100 and ids == emulated.prompt()
+    for mono in (False, True):
+        ids = emulated.prompt(mono)
+        assert len(ids) == emulated.PROMPT_TOKENS and 3 <= min(ids) <= max(ids) < 900
+        assert len(set(ids)) > 100 and ids == emulated.prompt(mono) != emulated.prompt(not mono)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tp", "2"], "--tp: only with --emulated"),
+        (["--tp", "2"], "--tp, --mono: only with --emulated"),
+        (["--mono"], "--tp, --mono: only with --emulated"),
         (["--emulated", "--serve"], "--emulated: starts and stops servers"),
         (["--emulated", "--port", "80"], "--emulated: starts and stops servers"),
     ],

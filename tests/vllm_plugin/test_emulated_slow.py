@@ -46,14 +46,15 @@ def test_two_ranks_share_the_scan_through_each_others_memory(checkpoint, tmp_pat
     assert same(on["answers"], off["answers"]) and same(off["answers"], never["answers"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "flags"), [(1, []), (2, []), (1, ["--mono"])])
+def test_the_demo(ranks, flags, tmp_path):
     """`make demo-emulated`: real servers, HTTP, counters on /metrics, tokens compared."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     done = subprocess.run(
         [
             *(sys.executable, "-c", "from rocm_msa.cli import main; main()"),
             *("demo", "--emulated", f"--tp={ranks}", "--cache-dir", str(tmp_path / "cache")),
+            *flags,
         ],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -66,4 +67,5 @@ def test_the_demo(ranks, tmp_path):
     assert text.count("tokens are the reference's") == ranks
     assert ("the same tokens and log-probabilities, bit for bit" in text) == (ranks == 2)
     assert ("dcp_exchange_nvfp4" in text) == (ranks == 2)
-    assert "attend_by_page_pages" in text and "sparse_decode_nvfp4" in text
+    assert ("mono_layer" in text) == bool(flags)
+    assert ("sparse_decode_nvfp4" in text) != bool(flags) and "attend_by_page_pages" in text

@@ -38,8 +38,9 @@ def nixl_api() -> Any:
     try:
         return importlib.import_module(f"{package}._api")
     except ImportError as error:
+        source = "NIXL built for ROCm" if torch.version.hip else "rocm-msa's extra `nixl`"
         raise RuntimeError(
-            f"RocmMsaNixlConnector needs the package {package} (rocm-msa's extra `nixl`): {error}"
+            f"RocmMsaNixlConnector needs the package {package} ({source}): {error}"
         ) from None
 
 

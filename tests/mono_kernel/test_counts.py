@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.bench_mono_gfx950 import LAYOUTS, phase_bytes, shape_of
@@ -34,9 +36,12 @@ def test_resident():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_resident_at_real_widths(tp):
-    check_resident(Build.from_shape(Shape.of(MINIMAX_M3, tp, Formats("mxfp8", "nvfp4", "mxfp8"))))
+@pytest.mark.parametrize(
+    ("tp", "exchange"), [(1, False), (2, False), (4, False), (8, False), (2, True), (4, True)]
+)
+def test_resident_at_real_widths(tp, exchange):
+    shape = Shape.of(MINIMAX_M3, tp, Formats("mxfp8", "nvfp4", "mxfp8"))
+    check_resident(Build.from_shape(replace(shape, exchange=exchange)))
 
 
 def test_only_weights_in_use_are_touched():

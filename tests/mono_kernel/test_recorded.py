@@ -30,7 +30,7 @@ def test_two_layers_over_a_block_edge():
     [
         # 2049 keys and on: more blocks than a list has; 129, 257: the newest block is new.
         (2, [2020, 100, 250], 1),
-        (4, [2000, 1], 2),
+        (4, [2000, 2], 2),
     ],
     ids=str,
 )

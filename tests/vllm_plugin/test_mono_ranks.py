@@ -83,6 +83,20 @@ def test_seventeen_requests_take_the_layers_until_one_has_ended(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_emulated_ranks_share_the_scan_inside_the_layer(tmp_path):
+    """Each rank's layers are code objects in an emulator of its own, over mailboxes in memory that
+    both processes map; the context has three blocks."""
+    asked, checkpoint = [prompt(300, 1)], layout(tmp_path, "mxfp4")
+    flags = {"mono": True, "backend": "emulated"}
+    flags |= {"indexer_decode_cp": True, "indexer_decode_cp_min_blocks": 3}
+    options = TWO | {"additional_config": {"rocm_msa": flags}}
+    case = {"options": options, "prompts": asked, "count": 3, "rounds": [None]}
+    (one,) = run(tmp_path / "run", checkpoint, **case)
+    assert one["counts"] == [{"layers prefill": 1, "mono shared": 2}] * 2
+    judged(checkpoint, asked, one["answers"])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_lost_in_a_layer_ends_the_engine(tmp_path):
     """The engine's process as in serving: the error names rank, peer, phase and launch."""
     case = {"options": TWO, "prompts": [prompt(300, 1)], "count": 4, "rounds": [None, "silent"]}

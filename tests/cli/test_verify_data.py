@@ -32,6 +32,7 @@ def covered() -> set[str]:
     return {case.mnemonic for case in stored.cases} | stored.not_covered.keys()
 
 
+@pytest.mark.slow
 def test_every_instruction_of_the_nvfp4_kernels_is_checked():
     found = mnemonics(kernels.builds(["nvfp4"]))
     assert len(found) > 100

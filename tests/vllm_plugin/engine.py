@@ -67,6 +67,7 @@ def nothing_else_frozen() -> Iterator[None]:
     vLLM freezes its engine and thaws everything at the end; each of its collections, then, would
     walk all modules and caches of the test process.
     """
+    gc.collect()  # the engine before this one
     gc.freeze()
     with mock.patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None):
         yield

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kinds", default="nvfp4,fp8", help="of index caches, by commas")
     parser.add_argument("--quick", action="store_true", help="few shapes and replays")
+    parser.add_argument("--only", default="", help="shapes with this in their name, such as 45x4")
     parser.add_argument("--no-times", action="store_true", help="check alone")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--commit", default=_commit(), help="to name in the report")
@@ -114,7 +115,7 @@ def _rank(rank: int, ranks: int, options: dict, folder: str) -> None:
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE_S)
     )
     team = dcp_multi.Team(rank, ranks, device)
-    team.kinds = options["kinds"].split(",")
+    team.kinds, team.only = options["kinds"].split(","), options["only"]
     report = dcp_multi.run(team, quick=options["quick"], times=not options["no_times"])
     if rank == 0:
         part = Path(folder) / "report.part"

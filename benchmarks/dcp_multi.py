@@ -41,7 +41,7 @@ CONTEXTS = (8, 32, 128, 512)  # thousands of tokens
 class Team:
     """The ranks: `objects` for the host's agreements, the default group for tensors.
 
-    kinds: of index caches that are looked at.
+    kinds: of index caches that are looked at. only: part of the names of the shapes.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class Team:
     device: torch.device
     faults: list[str] = field(default_factory=list)
     kinds: Sequence[str] = ("nvfp4", "fp8")
+    only: str = ""
 
     def __post_init__(self) -> None:
         self.objects = DistributedGroup(distributed.new_group(backend="gloo"))
@@ -108,7 +109,7 @@ def shapes(team: Team, quick: bool) -> list[Shape]:
     wanted = [ragged(45, 4), ragged(45, 1), ragged(8, 4)]
     requests, contexts = ((1, 45), (8, 128)) if quick else ((1, 8, 45), CONTEXTS)
     wanted += [uniform(n, rows, c * 1024) for n in requests for rows in (1, 4) for c in contexts]
-    return wanted
+    return [shape for shape in wanted if team.only in shape.name]
 
 
 # Checks

@@ -26,12 +26,13 @@ from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_int, expect
 from rocm_msa.ops.index_score_decode.triton_impl import on_hopper
 from rocm_msa.ops.triton_host import Geometry as PageGeometry
-from rocm_msa.ops.triton_host import converts_e4m3, operand_types, scale
+from rocm_msa.ops.triton_host import aligned, converts_e4m3, operand_types, scale
 
 MAX_REQUESTS = 1024
-# Programs of one warp that a unit holds whatever their registers: 255 * 32 of 65,536 on NVIDIA, a
-# SIMD each on AMD. What they take of LDS or shared memory is for a test to compare.
+# Programs of one warp that a unit holds: a SIMD each on AMD, whatever their registers; 255 * 32 of
+# 65,536 on NVIDIA. What they take of LDS or shared memory is for a test to compare.
 PROGRAMS_A_UNIT = {"hip": 4, "cuda": 7}
+HOPPER_PROGRAMS, HOPPER_REGISTERS = 11, 184  # of KIND HOPPER: the compiler is held to them
 TICKS_A_MS = {"hip": 100_000, "cuda": 1_000_000}
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -46,19 +47,21 @@ def query_words(head_dim: int) -> int:
     return head_dim // 2
 
 
-def programs(device: torch.device) -> int:
-    """Programs that are resident together on a GPU that runs nothing else."""
+def programs(device: torch.device, kind: int | None = None) -> int:
+    """Programs that are resident together on a GPU that runs nothing else; None: of any kind."""
     units = GFX950.compute_units
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(MAX_WORKGROUPS, units * PROGRAMS_A_UNIT[platform()])
+    a_unit = HOPPER_PROGRAMS if kind == HOPPER else PROGRAMS_A_UNIT[platform()]
+    return min(MAX_WORKGROUPS, units * a_unit)
 
 
 def _kind(index_q: torch.Tensor, cache: IndexCache, page: PageGeometry) -> int:
     """How keys are read and summed: as index_score_decode does it here."""
     if on_hopper(index_q, cache, page):
         return HOPPER
-    return page.kind + 2 if page.kind and converts_e4m3(index_q) else page.kind
+    fast = converts_e4m3(index_q) and aligned(cache)
+    return page.kind + 2 if page.kind and fast else page.kind
 
 
 def check_batch(
@@ -136,14 +139,15 @@ def run(
     """
     results = results or choose_results(shard, batch.max_blocks, topk)
     check_batch(geometry, shard, index_q, index_cache, batch, topk, results)
-    most = programs(index_q.device)
+    page = PageGeometry.of(index_cache)
+    kind = _kind(index_q, index_cache, page)
+    most = programs(index_q.device, kind)
     grid = most if grid is None else grid
     check_int("grid", grid, 1)
     if grid > most:
         raise ValueError(expect("grid", f"<= {most} resident programs", grid))
     addresses, state = memory
-    page = PageGeometry.of(index_cache)
-    kind = _kind(index_q, index_cache, page)
+    held = {"maxnreg": HOPPER_REGISTERS} if kind == HOPPER else {}
     q = index_q.view(torch.int32)
     state_at = {name: geometry.state[name].offset // WORD for name in
                 ("error", "arrivals", "flags", "keys")}  # fmt: skip
@@ -167,7 +171,7 @@ def run(
         REQUESTS=max(16, triton.next_power_of_2(batch.requests)),
         D=index_q.shape[2], K_SCALES=page.k_scales, KIND=kind, Q=_TYPES[index_q.dtype],
         QK=_TYPES[index_q.dtype] if kind == HOPPER else operand_types(index_q, index_cache)[0],
-        AMD=platform() == "hip", num_warps=1, num_stages=1,
+        AMD=platform() == "hip", num_warps=1, num_stages=1, **held,
     )  # fmt: skip
     if not launch:
         # Asking for its launcher loads the kernel: not to be done first while a graph is captured,

@@ -18,13 +18,18 @@ from dcp import triton_mailbox as box
 from dcp import triton_select as pick
 from dcp.mailbox_layout import BUFFERS, SCRUB_WORDS
 from dcp.shard import Site
-from rocm_msa.ops.triton_common import e4m3_half, page_halves
+from rocm_msa.ops.triton_common import e4m3_words, halves_of, page_bytes
+from rocm_msa.ops.triton_hopper import K_WORD, SCALE_PAIR
 
 PHASES = ("push", "wait", "score", "send", "merge")
 TILE = 32  # tokens of a product
 PAIRS = 16  # (row, head) pairs of a product; more are taken in turns: twice as many would spill
 HOPPER = 5
 """KIND of NVFP4 pages with the sums of ops/triton_hopper.py; the others: ops/triton_common.py."""
+
+WIDE = triton.__version__.startswith("3.6.")
+"""Whether the compiler gives a lane four neighbouring k of a joined operand, and not two. The order
+of k is chosen so that lanes need not exchange values; the matrix instruction sees the same."""
 
 # Bounds of the waits in units of the launch's patience: who misses a message itself reports first.
 # The last and longest is triton_select.RESULT_TIMES.
@@ -34,6 +39,7 @@ _NO_START, _NO_QUERIES, _NO_RESULTS, _OTHER_SHAPE = (
 )
 _BUFFERS, _SCRUB = tl.constexpr(BUFFERS), tl.constexpr(SCRUB_WORDS)
 _TILE, _PAIRS, _HOPPER = tl.constexpr(TILE), tl.constexpr(PAIRS), tl.constexpr(HOPPER)
+_WIDE = tl.constexpr(WIDE)
 
 
 @triton.jit
@@ -143,51 +149,77 @@ def _hopper_query(q):
     bits = tl.minimum(top.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
     bits = tl.maximum(bits, 0x2B800000)
     q = (q * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
-    q = tl.permute(tl.reshape(q, (M, 4, 2, 2, 2, 2, 2)), (0, 2, 3, 5, 6, 1, 4))
+    q = tl.reshape(q, (M, 4, 2, 2, 2, 2, 2))  # [pair, j, w1, w0, h, p1, p0]
+    if _WIDE:
+        q = tl.permute(q, (0, 2, 3, 5, 1, 6, 4))
+    else:
+        q = tl.permute(q, (0, 2, 3, 5, 6, 1, 4))
     return tl.reshape(q, (M, 128)), bits.to(tl.float32, bitcast=True) * 16384.0
 
 
 @triton.jit
-def _hopper_keys(base, token, K_SCALES: tl.constexpr):
-    """NVFP4 keys times 2^-14, fp16 `[tokens, 128]`, in the k order of ops/triton_hopper.py.
+def _hopper_keys(words, scales):
+    """NVFP4 keys times 2^-14, fp16 `[128, tokens]`, in the k order of ops/triton_hopper.py.
 
-    k = h + 2 j + 8 p + 32 w   <->   head_dim 32 j + 8 w + p + 4 h, code p + 4 h of word 4 j + w
+    words: int32 `[tokens, 16]`; scales: int16 `[tokens, 4]`, two codes each.
     """
-    T: tl.constexpr = token.shape[0]
-    t = token[:, None, None, None, None]
-    w = tl.arange(0, 4)[None, :, None, None, None]
-    p = tl.arange(0, 4)[None, None, :, None, None]
-    j = tl.arange(0, 4)[None, None, None, :, None]
-    h = tl.arange(0, 2)[None, None, None, None, :]
-    words = tl.load(base.to(tl.pointer_type(tl.int32)) + (t * 16 + j * 4 + w))
-    scales = e4m3_half(tl.load(base + K_SCALES + (t * 8 + j * 2 + w // 2)).to(tl.uint16))
-    code = words >> ((p + 4 * h) * 4)
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return tl.reshape(bits.to(tl.uint16).to(tl.float16, bitcast=True) * scales, (T, 128))
+    T: tl.constexpr = words.shape[0]
+    low, high = tl.inline_asm_elementwise(
+        SCALE_PAIR, "=h,=h,h", [scales], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
+    )
+    s = tl.join(low, high)[:, :, :, None]
+    e = tl.inline_asm_elementwise(
+        K_WORD, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [tl.reshape(words, (T, 4, 2, 2)), s],
+        dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+    p0 = tl.join(tl.join(e[0], e[1]), tl.join(e[2], e[3]))  # [t, j, w1, w0, h, p0]
+    p1 = tl.join(tl.join(e[4], e[5]), tl.join(e[6], e[7]))
+    k = tl.join(p0, p1)  # [t, j, w1, w0, h, p0, p1]
+    if _WIDE:
+        k = tl.permute(k, (2, 3, 6, 1, 5, 4, 0))
+    else:
+        k = tl.permute(k, (2, 3, 6, 5, 1, 4, 0))
+    return tl.reshape(k, (128, T))
 
 
 @triton.jit
-def _block_scores(
-    qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES: tl.constexpr,
-    D: tl.constexpr, KIND: tl.constexpr, QK: tl.constexpr,
-):  # fmt: skip
-    """Scores of a full block for all pairs, fp32; -inf where there is no such page."""
-    good = (page >= 0) & (page < num_pages)
-    base = pages + tl.where(good, page, 0).to(tl.int64) * block_stride
-    best = tl.full((qa.shape[0],), float("-inf"), tl.float32)
-    for first in range(0, 128, _TILE):
-        token = first + tl.arange(0, _TILE)
-        if KIND == _HOPPER:
-            s = tl.dot(qa, tl.trans(_hopper_keys(base, token, K_SCALES)))
-        else:
-            ka, kb = page_halves(base, token, 0, K_SCALES, D, KIND, QK)
-            s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
-            s = tl.dot(qb, tl.trans(kb), acc=s, input_precision="ieee")
-        best = tl.maximum(best, tl.max(s, 1))
-    factor = k_scale
+def _tile(base, first, K_SCALES: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr):
+    """The bytes of _TILE keys, as `_tile_scores` takes them."""
+    token = first + tl.arange(0, _TILE)
     if KIND == _HOPPER:
-        factor = qb * k_scale
-    return tl.where(good, best * factor, float("-inf"))
+        words = base.to(tl.pointer_type(tl.int32)) + token[:, None] * 16
+        scales = (base + K_SCALES).to(tl.pointer_type(tl.int16)) + token[:, None] * 4
+        return tl.load(words + tl.arange(0, 16)[None, :]), tl.load(
+            scales + tl.arange(0, 4)[None, :]
+        )
+    elif KIND == 3:  # as words: a byte that is carried through the loop takes a register
+        words = base.to(tl.pointer_type(tl.int32)) + token[:, None] * (D // 4)
+        words += tl.arange(0, D // 8)[None, :]
+        return tl.load(words), tl.load(words + D // 8)
+    else:
+        return page_bytes(base, token, 0, K_SCALES, D, KIND)
+
+
+@triton.jit
+def _tile_scores(qa, qb, x, y, D: tl.constexpr, KIND: tl.constexpr, QK: tl.constexpr):
+    """fp32 `[pairs, _TILE]`; for KIND _HOPPER without qb, the queries' factors."""
+    if KIND == _HOPPER:
+        return tl.dot(qa, _hopper_keys(x, y))
+    else:
+        if KIND == 3:
+            ka, kb = e4m3_words(x, QK), e4m3_words(y, QK)
+        else:
+            ka, kb = halves_of(x, y, D, KIND, QK)
+        s = tl.dot(qa, tl.trans(ka), input_precision="ieee")
+        return tl.dot(qb, tl.trans(kb), acc=s, input_precision="ieee")
+
+
+@triton.jit
+def _page(pages, entries, table_column, block, within, num_pages, block_stride):
+    """(whether there is such a page, where it lies); page 0 where there is none."""
+    page = tl.load(entries + block.to(tl.int64) * table_column, mask=within, other=-1)
+    good = (page >= 0) & (page < num_pages)
+    return good, pages + tl.where(good, page, 0).to(tl.int64) * block_stride
 
 
 @triton.jit
@@ -199,6 +231,9 @@ def _score(
     RANKS: tl.constexpr, R: tl.constexpr, AMD: tl.constexpr,
 ):  # fmt: skip
     """Score this program's part of the blocks, and send or keep their order keys.
+
+    While a tile is computed, the next one is on its way, across the pages; the first of a request
+    is asked for before the queries are waited for.
 
     q_at, r_at: words of a mailbox, where this launch's queries and results lie.
     """
@@ -214,6 +249,9 @@ def _score(
         after = tl.minimum(tl.min(tl.where(upto > at, upto, 2147483647)), stop)
         entries = table + request.to(tl.int64) * table_row
         for first_pair in range(0, pairs, _PAIRS):
+            block = (at - start) * RANKS + rank
+            good, base = _page(pages, entries, table_column, block, True, num_pages, block_stride)
+            x, y = _tile(base, 0, K_SCALES, D, KIND)
             p = first_pair + tl.arange(0, _PAIRS)
             mine = p < pairs
             head, row = p % HEADS, request * batch[2] + p // HEADS
@@ -222,14 +260,24 @@ def _score(
             queries = end[0] + q_at + (head * max_rows + row) * W
             qa, qb, there = _query_halves(end, queries, mine, owner, W, KIND, Q, QK, RANKS, R, AMD)
             ok = ok & there
+            factor = qb * k_scale if KIND == _HOPPER else k_scale
             result = r_at + (((head % OWN) * RANKS + rank) * max_rows + row) * result_words
             kept = keys + (head * max_rows + row) * slots
             for k in range(at - start, tl.where(ok, after - start, 0)):
+                more = k + 1 < after - start
                 block = k * RANKS + rank
-                page = tl.load(entries + block.to(tl.int64) * table_column)
-                score = _block_scores(
-                    qa, qb, pages, page, num_pages, block_stride, k_scale, K_SCALES, D, KIND, QK
+                next_good, next_base = _page(
+                    pages, entries, table_column, block + RANKS, more, num_pages, block_stride
                 )
+                best = tl.full((_PAIRS, _TILE), float("-inf"), tl.float32)
+                for first in range(0, 128, _TILE):
+                    after_it = first + _TILE
+                    ahead = tl.where(after_it < 128, base, next_base)
+                    next_x, next_y = _tile(ahead, after_it % 128, K_SCALES, D, KIND)
+                    best = tl.maximum(best, _tile_scores(qa, qb, x, y, D, KIND, QK))
+                    x, y = next_x, next_y
+                score = tl.where(good, tl.max(best, 1) * factor, float("-inf"))
+                good, base = next_good, next_base
                 key, wanted = pick.order_key(score), mine & (block >= init) & (block < last)
                 if SCORES:
                     for replica in tl.static_range(REPLICAS):

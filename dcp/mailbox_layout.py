@@ -28,7 +28,7 @@ TAG_PERIOD = 1 << 31
 """Launches after which a tag comes again."""
 SCRUB_WORDS = 1024
 """Words that a launch clears in the buffer that no rank touches; 256 threads, four each."""
-MAX_WORKGROUPS = 1024
+MAX_WORKGROUPS = 2048
 """Flags of a rank; the grid of a launch is smaller."""
 _LINE = 128
 _PRIME = 0x01000193

@@ -16,10 +16,11 @@ import triton.language as tl
 from dcp import triton_mailbox as box
 from dcp.shard import Site
 
-CHUNK = 128  # keys that are ranked at a time
+CHUNK = 128  # scores of peers that are ranked at a time
+KEPT = 256  # own keys
 RESULT_TIMES = 4  # bound of the wait for results, in units of patience: the longest of all
 
-_CHUNK, _RESULTS = tl.constexpr(CHUNK), tl.constexpr(RESULT_TIMES)
+_CHUNK, _KEPT, _RESULTS = (tl.constexpr(n) for n in (CHUNK, KEPT, RESULT_TIMES))
 _NO_RESULTS = tl.constexpr(int(Site.RESULTS))
 _ABSENT = tl.constexpr(-(1 << 60))
 
@@ -63,8 +64,8 @@ def id_of(ranks):
 def best_of_kept(place, begin, stop, id_step, id_first, K: tl.constexpr):
     """The best of this rank's blocks [begin, stop) of one (row, head), in order `[K]`."""
     ranks = _ABSENT - tl.arange(0, K).to(tl.int64)
-    for first in range(begin, stop, _CHUNK):
-        k = first + tl.arange(0, _CHUNK)
+    for first in range(begin, stop, _KEPT):
+        k = first + tl.arange(0, _KEPT)
         key = tl.load(place + k, mask=k < stop, other=0).to(tl.int64) & 0xFFFFFFFF
         more = tl.topk(_ranked(key, k * id_step + id_first, k < stop), K)
         ranks = tl.topk(tl.reshape(tl.join(ranks, more), (2 * K,)), K)

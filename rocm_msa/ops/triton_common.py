@@ -74,17 +74,66 @@ def finite_bf16(bits):
     return bits.to(tl.bfloat16, bitcast=True)
 
 
-# A NaN code of E4M3 is 0x7F, an infinite or NaN bf16 has all exponent bits: adding 1 below them in
-# the value without its sign carries into the sign, which prmt spreads over a mask.
-_E4M3_PTX = tl.constexpr("""{
-.reg .b32 t; .reg .b16 lo, hi;
+# Four E4M3 codes of %IN -> pairs lo, hi of halves or bf16. A NaN code of E4M3 is 0x7F, an infinite or
+# NaN bf16 has all exponent bits: adding 1 below them in the value without its sign carries into the
+# sign, which prmt spreads over a mask. In bf16 the code's fields, moved to their places, are the
+# number * 2^-120.
+_E4M3_FINITE = """{
+.reg .b32 t, z, lo, hi; .reg .b16 a, b;
+and.b32 t, %IN, 0x7F7F7F7F;
+add.u32 t, t, 0x01010101;
+prmt.b32 t, t, t, 0xBA98;
+lop3.b32 t, %IN, t, t, 0x30;
+"""
+_E4M3_TO_FP16 = """
+mov.b32 {a, b}, t;
+cvt.rn.f16x2.e4m3x2 lo, a;
+cvt.rn.f16x2.e4m3x2 hi, b;
+"""
+_E4M3_TO_BF16 = """
+prmt.b32 lo, t, 0, 0x1404;
+prmt.b32 hi, t, 0, 0x3424;
+shr.u32 t, lo, 4;
+and.b32 t, t, 0x07F007F0;
+lop3.b32 lo, lo, 0x80008000, t, 0xEA;
+shr.u32 t, hi, 4;
+and.b32 t, t, 0x07F007F0;
+lop3.b32 hi, hi, 0x80008000, t, 0xEA;
+mov.b32 t, 0x7B807B80;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 lo, lo, t, z;
+fma.rn.bf16x2 hi, hi, t, z;
+"""
+
+
+def _e4m3_ptx(convert: str, code: str, store: str) -> tl.constexpr:
+    return tl.constexpr((_E4M3_FINITE + convert).replace("%IN", code) + store + "}")
+
+
+_PAIRS = "mov.b32 $0, lo; mov.b32 $1, hi;"
+_SINGLES = "mov.b32 {$0, $1}, lo; mov.b32 {$2, $3}, hi;"
+_FP16_OF_BYTES = _e4m3_ptx(_E4M3_TO_FP16, "$2", _PAIRS)
+_BF16_OF_BYTES = _e4m3_ptx(_E4M3_TO_BF16, "$2", _PAIRS)
+_FP16_OF_WORDS = _e4m3_ptx(_E4M3_TO_FP16, "$4", _SINGLES)
+_BF16_OF_WORDS = _e4m3_ptx(_E4M3_TO_BF16, "$4", _SINGLES)
+_BF16_PTX = tl.constexpr("""{
+.reg .b32 t, z, lo, hi;
 and.b32 t, $2, 0x7F7F7F7F;
 add.u32 t, t, 0x01010101;
 prmt.b32 t, t, t, 0xBA98;
 lop3.b32 t, $2, t, t, 0x30;
-mov.b32 {lo, hi}, t;
-cvt.rn.f16x2.e4m3x2 $0, lo;
-cvt.rn.f16x2.e4m3x2 $1, hi;
+prmt.b32 lo, t, 0, 0x1404;
+prmt.b32 hi, t, 0, 0x3424;
+shr.u32 t, lo, 4;
+and.b32 t, t, 0x07F007F0;
+lop3.b32 lo, lo, 0x80008000, t, 0xEA;
+shr.u32 t, hi, 4;
+and.b32 t, t, 0x07F007F0;
+lop3.b32 hi, hi, 0x80008000, t, 0xEA;
+mov.b32 t, 0x7B807B80;
+mov.b32 z, 0x80008000;
+fma.rn.bf16x2 $0, lo, t, z;
+fma.rn.bf16x2 $1, hi, t, z;
 }""")
 _BF16_PTX = tl.constexpr("""{
 .reg .b32 t;
@@ -96,11 +145,28 @@ lop3.b32 $0, $1, t, t, 0x30;
 
 
 @triton.jit
-def _e4m3_values(codes):
-    """fp16 of E4M3 bytes on sm_89 and later; the NaN codes give 0."""
-    return tl.inline_asm_elementwise(
-        _E4M3_PTX, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-    )
+def _e4m3_values(codes, OP: tl.constexpr):
+    """E4M3 bytes on sm_89 and later; the NaN codes give 0."""
+    BF16: tl.constexpr = OP == tl.bfloat16
+    values = tl.inline_asm_elementwise(
+        _BF16_OF_BYTES if BF16 else _FP16_OF_BYTES, "=r,=r,r", [codes],
+        dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+    return values.to(OP)
+
+
+@triton.jit
+def e4m3_words(words, OP: tl.constexpr):
+    """The same of codes in int32 `[T, N]`, four a word: `[T, 4 N]`."""
+    T: tl.constexpr = words.shape[0]
+    N: tl.constexpr = words.shape[1]
+    BF16: tl.constexpr = OP == tl.bfloat16
+    e = tl.inline_asm_elementwise(
+        _BF16_OF_WORDS if BF16 else _FP16_OF_WORDS, "=h,=h,=h,=h,r", [words],
+        dtype=(tl.bfloat16 if BF16 else tl.float16,) * 4, is_pure=True, pack=1,
+    )  # fmt: skip
+    values = tl.join(tl.join(e[0], e[2]), tl.join(e[1], e[3]))
+    return tl.reshape(values, (T, 4 * N)).to(OP)
 
 
 @triton.jit
@@ -112,44 +178,61 @@ def _finite_pairs(x):
 
 
 @triton.jit
-def page_halves(
+def page_bytes(
     base,  # uint8 pointer to the head's run in the page
     tokens,  # int32 [T]
     DATA: tl.constexpr,  # byte offset of the side's data
     SCALES: tl.constexpr,  # byte offset of its block scales
     D: tl.constexpr,
     KIND: tl.constexpr,
-    OP: tl.constexpr,  # operand type
 ):
-    """The two halves of `tokens`' vectors, without the global scale: OP `[T, D / 2]` each.
+    """What `halves_of` reads `tokens`' vectors from: codes and scales, or the two halves."""
+    i = tl.arange(0, D // 2)
+    if KIND == 0:
+        group = tl.arange(0, D // 16)
+        codes = tl.load(base + DATA + tokens[:, None] * (D // 2) + i[None, :])
+        return codes, tl.load(base + SCALES + tokens[:, None] * (D // 16) + group[None, :])
+    elif KIND == 1 or KIND == 3:
+        at = base + DATA + tokens[:, None] * D + i[None, :]
+        return tl.load(at), tl.load(at + D // 2)
+    elif KIND == 4:
+        at = (base + DATA).to(tl.pointer_type(tl.bfloat16)) + tokens[:, None] * D + i[None, :]
+        return tl.load(at), tl.load(at + D // 2)
+    else:
+        at = (base + DATA).to(tl.pointer_type(tl.uint16)) + tokens[:, None] * D + i[None, :]
+        return tl.load(at), tl.load(at + D // 2)
+
+
+@triton.jit
+def halves_of(x, y, D: tl.constexpr, KIND: tl.constexpr, OP: tl.constexpr):
+    """The two halves of vectors that page_bytes read, without the global scale: OP `[T, D / 2]`.
 
     Whatever the page holds, the values are finite: weighed with 0 they add nothing.
     """
-    i = tl.arange(0, D // 2)
     if KIND == 0:
-        T: tl.constexpr = tokens.shape[0]
-        code = tl.load(base + DATA + tokens[:, None] * (D // 2) + i[None, :]).to(tl.uint16)
-        group = tl.arange(0, D // 16)
-        at = base + SCALES + tokens[:, None] * (D // 16) + group[None, :]
-        scale = e4m3_half(tl.load(at).to(tl.uint16))
+        T: tl.constexpr = x.shape[0]
+        code = x.to(tl.uint16)
+        scale = e4m3_half(y.to(tl.uint16))
         scale = tl.broadcast_to(scale[:, :, None], (T, D // 16, 8)).reshape(T, D // 2)
-        a = e2m1_half(code & 0xF) * scale
-        b = e2m1_half(code >> 4) * scale
-        return a.to(OP), b.to(OP)
+        return (e2m1_half(code & 0xF) * scale).to(OP), (e2m1_half(code >> 4) * scale).to(OP)
     elif KIND == 3:
-        at = base + DATA + tokens[:, None] * D + i[None, :]
-        return _e4m3_values(tl.load(at)).to(OP), _e4m3_values(tl.load(at + D // 2)).to(OP)
+        return _e4m3_values(x, OP), _e4m3_values(y, OP)
     elif KIND == 4:
-        at = (base + DATA).to(tl.pointer_type(tl.bfloat16)) + tokens[:, None] * D + i[None, :]
-        return _finite_pairs(tl.load(at)).to(OP), _finite_pairs(tl.load(at + D // 2)).to(OP)
+        return _finite_pairs(x).to(OP), _finite_pairs(y).to(OP)
     elif KIND == 1:
-        at = base + DATA + tokens[:, None] * D + i[None, :]
-        a = e4m3_half(tl.load(at).to(tl.uint16))
-        b = e4m3_half(tl.load(at + D // 2).to(tl.uint16))
-        return a.to(OP), b.to(OP)
+        return e4m3_half(x.to(tl.uint16)).to(OP), e4m3_half(y.to(tl.uint16)).to(OP)
     else:
-        at = (base + DATA).to(tl.pointer_type(tl.uint16)) + tokens[:, None] * D + i[None, :]
-        return finite_bf16(tl.load(at)).to(OP), finite_bf16(tl.load(at + D // 2)).to(OP)
+        return finite_bf16(x).to(OP), finite_bf16(y).to(OP)
+
+
+@triton.jit
+def page_halves(
+    base, tokens, DATA: tl.constexpr, SCALES: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
+    OP: tl.constexpr,
+):  # fmt: skip
+    """halves_of page_bytes."""
+    x, y = page_bytes(base, tokens, DATA, SCALES, D, KIND)
+    return halves_of(x, y, D, KIND, OP)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 # Two E4M3 bytes -> two halves, NaN codes -> 0.
-_SCALES = gl.constexpr("""{
+SCALE_PAIR = gl.constexpr("""{
 .reg .b32 d; .reg .b16 lo, hi; .reg .pred p, q;
 cvt.rn.f16x2.e4m3x2 d, $2;
 mov.b32 {lo, hi}, d;
@@ -35,7 +35,7 @@ selp.b16 $1, hi, 0, q;
 # A byte of x or y holds a code as the top byte of a half, with bits of its neighbours between; the
 # masks 0x8E00 clear those. lop3 0xE4: the sign from the first operand, the rest from the second.
 # Eight codes of a word -> halves (p, h) = code p + 4 h, times the scale.
-_K_WORD = gl.constexpr("""{
+K_WORD = gl.constexpr("""{
 .reg .b32 x, y, t, u, s, a, b, c, d;
 mov.b32 s, {$9, $9};
 shr.u32 t, $8, 3;
@@ -208,12 +208,12 @@ def k_values(words, scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
     """fp16 K `[128 k, tokens]`, where the lanes that loaded it hold it."""
     L: gl.constexpr = k_layout(TILE, WARPS)
     low, high = gl.inline_asm_elementwise(
-        _SCALES, "=h,=h,h", [scales], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        SCALE_PAIR, "=h,=h,h", [scales], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
     )
     s = gl.convert_layout(gl.join(low, high), gl.SliceLayout(3, L), assert_trivial=True)
     s = gl.expand_dims(s, 3)
     e = gl.inline_asm_elementwise(
-        _K_WORD,
+        K_WORD,
         "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
         [words, s],
         dtype=(gl.float16,) * 8,
@@ -252,7 +252,7 @@ def v_values(even, odd, s_even, s_odd, TOKENS: gl.constexpr):
     """fp16 V `[TOKENS, 128]`, columns in the permuted order above, where it was loaded."""
     pair = s_even.to(gl.uint16) | (s_odd.to(gl.uint16) << 8)
     low, high = gl.inline_asm_elementwise(
-        _SCALES, "=h,=h,h", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        SCALE_PAIR, "=h,=h,h", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
     )
     e = gl.inline_asm_elementwise(
         _V_WORDS,

@@ -83,7 +83,8 @@ def test_sm_90_no_spills_and_all_programs_resident(kind, form, monkeypatch):
     said = _assembled(text)
     assert " 0 bytes spill stores, 0 bytes spill loads" in said, said
     registers = int(said.split("Used ")[1].split(" registers")[0])
-    a_unit = exchange_triton.PROGRAMS_A_UNIT["cuda"]
+    hopper = kind == "nvfp4"
+    a_unit = exchange_triton.HOPPER_PROGRAMS if hopper else exchange_triton.PROGRAMS_A_UNIT["cuda"]
     assert a_unit * (shared + RESERVED_BYTES) <= SHARED_BYTES
     assert a_unit * 32 * (-(-registers // 8) * 8) <= 65536
 
@@ -109,7 +110,8 @@ def _ptx(captured: dict) -> tuple[str, int]:
     source = ASTSource(exchange_kernel, signature=types, constexprs=constants, attrs=attrs)
     made = triton.compile(
         source, target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True},
+        options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+        | {name: captured[name] for name in ("maxnreg",) if name in captured},
     )  # fmt: skip
     assert isinstance(constants["Q"], tl.dtype)
     return made.asm["ptx"], made.metadata.shared

@@ -32,6 +32,8 @@ from rocm_msa.ops.triton_host import (
 )
 
 LOG2E = 1.4426950408889634
+_SAME_SUMS = 32
+"""Lines of a tile up to which the portable kernel adds as it does for a single row."""
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
     part = torch.empty(programs, pad, dim, dtype=torch.float32, device=q.device)
     part_ml = torch.empty(2, programs, pad, dtype=torch.float32, device=q.device)
     sharing = None
-    if t.share and units > 1 and (hop or _tiles_keep_bits(q, t.tile_rows * pad)):
+    if t.share and units > 1 and (hop or t.tile_rows * pad <= _SAME_SUMS):
         arguments = (block_ids, block_table, seq_lens, rows_per_request, cache.num_blocks)
         sharing = plan(*arguments, t.unit, t.tile_rows, hop)
     qk_scale = float(sm_scale) * LOG2E * scale(cache, "k")
@@ -97,16 +99,6 @@ def run(
         ORDER=3 if hop else g.kind, num_warps=1, **({"launch_pdl": True} if hop else {}),
     )  # fmt: skip
     return out, lse
-
-
-def _tiles_keep_bits(q: torch.Tensor, lines: int) -> bool:
-    """Whether the portable kernel sums a tile of `lines` in the order of a single row.
-
-    On AMD the matrix instruction is fixed, up to 32 lines. On NVIDIA the compiler takes another one
-    for a tile: measured on an H200, FP8 and bf16 results then differ in their last bits.
-    """
-    nvidia = q.is_cuda and torch.version.hip is None
-    return not nvidia and lines <= 32
 
 
 def _on_hopper(q: torch.Tensor, cache: MainCache, g: Geometry, topk: int) -> bool:

@@ -39,7 +39,8 @@ class CollectiveExchange:
         queries = self._gather(index_q).permute(1, 0, 2, 3).reshape(rows, heads, dim)
         best = self._ranked(queries, work).topk(TOPK, -1).values  # [heads, rows, TOPK]
         parts = self._gather(best).view(ranks, heads, rows, TOPK)
-        mine = parts[:, self.shard.own_heads.start : self.shard.own_heads.stop].permute(1, 2, 0, 3).flatten(2)
+        at = self.shard.own_heads
+        mine = parts[:, at.start : at.stop].permute(1, 2, 0, 3).flatten(2)
         ranked = mine.topk(TOPK - 1, -1).values
         ids = torch.where(ranked > _NONE // 2, -ranked & ((1 << _ID_BITS) - 1), -1).int()
         newest = (work.num_blocks - 1).view(1, rows, 1).expand(own, rows, 1)

@@ -228,7 +228,7 @@ def check_late_rank(team: Team, exchange: Exchange) -> None:
 
 
 def check_missing_rank(team: Team) -> None:
-    """Rank 1 does not launch: START, peer 1, on all others, in bounded time; then it hears of it."""
+    """Rank 1 does not launch: START, peer 1, on all others, in bounded time; then it hears so."""
     exchange = team.exchange(patience_ms=300)
     work = make_work(
         uniform(8, 1, 32 * 1024), random_cache(2048, "nvfp4", team.device)

@@ -8,6 +8,7 @@ if [ $# -eq 0 ]; then
     for tp in $(version KERNEL_TP); do set -- "$@" --tp "$tp"; done
     for dtype in $(version KERNEL_KV_CACHE_DTYPES); do set -- "$@" --kv-cache-dtype "$dtype"; done
     for dtype in $(version KERNEL_INDEXER_DTYPES); do set -- "$@" --indexer-kv-dtype "$dtype"; done
+    for layout in $(version KERNEL_MONO); do set -- "$@" --mono "$layout"; done
 fi
 cd "$source_dir"
 "$PYTHON" -c "from rocm_msa.cli import main; main()" compile --arch gfx950 \

@@ -142,7 +142,7 @@ def test_an_answer_that_max_tokens_cuts_short(stream, step, api):
         reasoning, content, calls, finish = checked(message)
         assert "why".startswith(reasoning) or reasoning.startswith("why")
         assert calls == ([CALLED] if k >= whole else [])
-        # vLLM: a whole answer with a call ends with `tool_calls`, whatever ended it.
+        # docs/serve_line.md: an answer that is not streamed and has a call ends with `tool_calls`.
         assert finish == ("tool_calls" if calls and not stream else "length")
         if k >= whole:
             assert content == "ok "
@@ -164,6 +164,13 @@ def test_a_stop_string_of_the_client(stop, expected, stream, api):
 def test_reasoning_is_left_out_when_not_asked_for(api):
     got = every_way(api, think("why") + "ok" + CALL, include_reasoning=False)
     assert got == ("", "ok", [CALLED], "tool_calls")
+
+
+@pytest.mark.parametrize(("stream", "finish"), [(True, "stop"), (False, "tool_calls")])
+def test_a_required_call_that_did_not_come(stream, finish, api):
+    """docs/serve_line.md says so: vLLM looks at the request where the answer is not streamed."""
+    message = api.chat(Script(["no"]), stream, tools=TOOLS, tool_choice="required")
+    assert checked(message) == ("", "no", [], finish)
 
 
 @pytest.mark.parametrize("stream", [True, False])

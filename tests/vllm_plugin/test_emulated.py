@@ -25,7 +25,7 @@ from rocm_msa.ops.sparse_decode import reference_fp8
 from rocm_msa.vllm_plugin import emulated as plugin
 from rocm_msa.vllm_plugin import metrics
 from rocm_msa.vllm_plugin.verify import Options
-from tests.vllm_plugin.engine import Answer, engine, generate
+from tests.vllm_plugin.engine import NGRAM, Answer, engine, generate, metric
 from tests.vllm_plugin.test_decode_cp import prompt
 from tests.vllm_plugin.test_verify import config, refusal
 
@@ -71,6 +71,25 @@ def worst(one: list[Answer], other: list[Answer]) -> float:
     )
 
 
+def steps_alike(one: Answer, other: Answer) -> int:
+    """Steps up to the first other token; all of them where there is none."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b),
+        len(one.tokens),
+    )
+
+
+def check_paths(one: list[Answer], other: list[Answer], tolerance: float) -> None:
+    """The same tokens but where two are closer than the tolerance; before that, alike."""
+    for a, b in zip(one, other, strict=True):
+        n = steps_alike(a, b)
+        if n < len(a.tokens):
+            first, second = a.logprobs[n].topk(2).values
+            assert first - second < tolerance, (n, a.tokens, b.tokens)
+        moved = (a.logprobs - b.logprobs)[: n + 1].abs()[a.logprobs[: n + 1] > -8]
+        assert moved.max() < tolerance
+
+
 @pytest.mark.timeout(600)
 def test_the_engine_on_emulated_kernels(checkpoint, plain, monkeypatch):
     tally = emulated.Tally()
@@ -111,6 +130,36 @@ def test_the_engine_on_emulated_kernels(checkpoint, plain, monkeypatch):
     assert [a.tokens for a in rounded] == [a.tokens for a in got]
     assert worst(rounded, got) < ROUNDED_TOLERANCE
     assert worst(rounded, got) < worst(plain, got)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"main": "fp8", "index": "fp8"},
+        {"main": "bf16", "index": "bf16"},
+        {"max_num_batched_tokens": 128, "speculative_config": NGRAM},
+    ],
+    ids=["fp8", "bf16", "chunks-ngram"],
+)
+def test_other_caches_and_steps(options, checkpoint, monkeypatch):
+    """Beside an engine that rounds alike: other pages; chunks, and several rows of a request."""
+    before = dispatch.taken.copy()
+    monkeypatch.setattr(launcher, "_offered", {})
+    text = prompt(70, 2)
+    prompts = [*PROMPTS, text + text]
+    with engine(checkpoint, **OPTIONS, additional_config=EMULATED, **options) as llm:
+        got = generate(llm, prompts, COUNT)
+        drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")
+    assert {backend for _, backend in dispatch.taken - before} == {"emulated", "reference"}
+    assert [op for op, b in dispatch.taken - before if b == "reference"] == ["dense_attention"]
+    assert (drafted > 0) == ("speculative_config" in options)
+    monkeypatch.setattr("rocm_msa.vllm_plugin.attention.ops", rounded_ops())
+    with engine(checkpoint, **OPTIONS, **options) as llm:
+        rounded = generate(llm, prompts, COUNT)
+    check_paths(rounded, got, ROUNDED_TOLERANCE)
+    assert sum(steps_alike(a, b) for a, b in zip(rounded, got, strict=True)) >= 2 * COUNT
 
 
 def test_emulated_is_accepted(checkpoint):

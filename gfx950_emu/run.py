@@ -71,12 +71,16 @@ class _Fault(ctypes.Structure):
 
 
 _DECODED: dict[tuple[str, str], np.ndarray] = {}
+KEPT_KERNELS = 128
+"""Of _DECODED; about 170 bytes an instruction."""
 
 
 def decoded(code_object, kernel) -> np.ndarray:
     key = (code_object.digest, kernel.name)
     if key not in _DECODED:
         d = kernel.descriptor
+        if len(_DECODED) >= KEPT_KERNELS:
+            del _DECODED[next(iter(_DECODED))]  # the oldest
         _DECODED[key] = decode(kernel.instructions, d.accum_offset, d.vgprs, kernel.name)
     return _DECODED[key]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import tempfile
 from pathlib import Path
 
 from rocm_msa.flydsl_compile import find_lld
 from rocm_msa.selfcheck import opcode_data as data
-from tests.emulator.assembler import TRIPLE, library
+from tests.emulator.assembler import emit
 
 IN_BYTES = data.SLOTS * data.LANES * 4
 SCALARS = data.SCALAR_SLOT * data.LANES * 4
@@ -80,21 +79,8 @@ METADATA = """
 
 def assemble(source: str) -> bytes:
     """The linked code object of an assembly text."""
-    lib, pointer = library(), ctypes.c_void_p
-    target, error, buffer = pointer(), ctypes.c_char_p(), pointer()
-    assert not lib.LLVMGetTargetFromTriple(TRIPLE, ctypes.byref(target), ctypes.byref(error))
-    context = lib.LLVMContextCreate()
-    module = lib.LLVMModuleCreateWithNameInContext(b"opcodes", context)
-    lib.LLVMSetTarget(module, TRIPLE)
-    lib.LLVMSetModuleInlineAsm2(module, source.encode(), len(source.encode()))
-    machine = lib.LLVMCreateTargetMachine(target, TRIPLE, b"gfx950", b"", 2, 2, 0)
-    failed = lib.LLVMTargetMachineEmitToMemoryBuffer(
-        machine, module, 1, ctypes.byref(error), ctypes.byref(buffer)
-    )
-    assert not failed, error.value
-    made = ctypes.string_at(lib.LLVMGetBufferStart(buffer), lib.LLVMGetBufferSize(buffer))
     with tempfile.TemporaryDirectory() as folder:
         before, after = Path(folder, "opcodes.o"), Path(folder, "opcodes.hsaco")
-        before.write_bytes(made)
+        before.write_bytes(emit(source))
         subprocess.run([str(find_lld()), "-shared", str(before), "-o", str(after)], check=True)
         return after.read_bytes()

@@ -43,30 +43,39 @@ def library() -> ctypes.CDLL:
         ),
         ("LLVMGetBufferStart", pointer, [pointer]),
         ("LLVMGetBufferSize", ctypes.c_size_t, [pointer]),
+        ("LLVMDisposeMemoryBuffer", None, [pointer]),
+        ("LLVMDisposeTargetMachine", None, [pointer]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
     return lib
 
 
-@functools.lru_cache(maxsize=1024)
-def assemble(body: str) -> bytes:
-    """Machine code of `body`. An error in it ends the process: LLVM has no other way."""
+def emit(source: str) -> bytes:
+    """The object file of an assembly text. An error in it ends the process, as LLVM has it."""
     lib = library()
     target, error, buffer = pointer(), ctypes.c_char_p(), pointer()
     assert not lib.LLVMGetTargetFromTriple(TRIPLE, ctypes.byref(target), ctypes.byref(error))
     context = lib.LLVMContextCreate()
     module = lib.LLVMModuleCreateWithNameInContext(b"test", context)
     lib.LLVMSetTarget(module, TRIPLE)
-    source = f".text\n{body}\ns_endpgm\n".encode()
-    lib.LLVMSetModuleInlineAsm2(module, source, len(source))
+    lib.LLVMSetModuleInlineAsm2(module, source.encode(), len(source.encode()))
     machine = lib.LLVMCreateTargetMachine(target, TRIPLE, b"gfx950", b"", 2, 2, 0)
     failed = lib.LLVMTargetMachineEmitToMemoryBuffer(
         machine, module, 1, ctypes.byref(error), ctypes.byref(buffer)
     )
     assert not failed, error.value
     data = ctypes.string_at(lib.LLVMGetBufferStart(buffer), lib.LLVMGetBufferSize(buffer))
-    elf = Elf(data)
+    lib.LLVMDisposeMemoryBuffer(buffer)
+    lib.LLVMDisposeTargetMachine(machine)  # half a megabyte
+    lib.LLVMContextDispose(context)  # with its module
+    return data
+
+
+@functools.lru_cache(maxsize=1024)
+def assemble(body: str) -> bytes:
+    """Machine code of `body`."""
+    elf = Elf(emit(f".text\n{body}\ns_endpgm\n"))
     return bytes(elf.content(elf.section(".text")))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gfx950_emu import Schedule
-from gfx950_emu.build import BuildError, compiler
+from gfx950_emu.build import compiler
+from gfx950_emu.disassembler import find_library
 from rocm_msa import aot, launcher
 from rocm_msa.emulated.counts import tally
 from rocm_msa.emulated.gpu import EmulatedGpu, EmulatedLauncher
+from rocm_msa.flydsl_compile import check_flydsl, find_rocm_root
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +29,12 @@ OUTSIDE_SECONDS = 300.0
 def faults(code_objects: str | None = None) -> list[str]:
     """What this machine lacks, a reason each; code_objects: kernels that need not be compiled."""
     found = []
-    try:
-        compiler()
-    except BuildError as error:
-        found.append(str(error))
-    if code_objects is None and importlib.util.find_spec("flydsl") is None:
-        found.append(
-            "FlyDSL is not installed; install it, or name a folder of `rocm-msa compile` as "
-            "code_objects"
-        )
+    compiling = () if code_objects is not None else (check_flydsl, find_rocm_root)
+    for need in (compiler, find_library, *compiling):
+        try:
+            need()
+        except RuntimeError as error:
+            found.append(str(error))
     return found
 
 

@@ -11,7 +11,6 @@ option asks for it (docs/emulated.md).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -95,11 +94,11 @@ def check_config(
     refusals.check(
         device == "cpu", f"{name}: " + expect("device", "cpu (vLLM's CPU build)", device)
     )
-    if importlib.util.find_spec("gfx950_emu") is None:
-        refusals.check(False, f"{name}: the package gfx950_emu is not installed")
+    try:
+        from rocm_msa import emulated
+    except ImportError as error:
+        refusals.check(False, f"{name}: {error}; pip install 'rocm-msa[emulator,flydsl]'")
         return
-    from rocm_msa import emulated
-
     for fault in emulated.faults(options.code_objects):
         refusals.check(False, f"{name}: {fault}")
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")

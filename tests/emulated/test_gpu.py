@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import logging
 from collections import Counter
 
@@ -106,12 +108,17 @@ def test_a_function_that_a_code_object_lacks():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    from rocm_msa.emulated import serving
-
     assert emulated.faults() == []
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(serving.importlib.util, "find_spec", lambda name: None)
-    no_compiler, no_flydsl = emulated.faults()
-    assert "neither g++ nor clang++" in no_compiler and "FlyDSL is not installed" in no_flydsl
-    assert len(emulated.faults("folder")) == 1
+    (no_compiler,) = emulated.faults("folder")
+    assert "neither g++ nor clang++" in no_compiler
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = "\n".join(emulated.faults())
+    assert "FlyDSL 0.5.0 is not installed" in text and "LLVM's disassembler" in text
+    assert len(emulated.faults("folder")) == 2

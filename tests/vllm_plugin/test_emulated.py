@@ -9,6 +9,7 @@ What is left there is the order of fp32 sums, seen through activations that are 
 
 from __future__ import annotations
 
+import sys
 import types
 
 import prometheus_client
@@ -181,6 +182,16 @@ def test_what_has_no_kernel_or_no_emulator_is_refused(checkpoint, tmp_path, monk
     assert "expected a multiple of 3" in message
     message = refusal(checkpoint, additional_config=EMULATED, dtype="bfloat16")
     assert "backend 'emulated': gfx950_emu compiles its C++ core at first use" in message
+
+
+def test_a_package_that_is_missing_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rocm_msa.emulated", None)
+    monkeypatch.delattr("rocm_msa.emulated")
+    refusals = Refusals("no")
+    made = types.SimpleNamespace(device_config=types.SimpleNamespace(device_type="cpu"))
+    plugin.check_config(made, Options("emulated"), MINIMAX_M3, (), False, refusals)
+    (reason,) = refusals.reasons
+    assert "pip install 'rocm-msa[emulator,flydsl]'" in reason
 
 
 @pytest.mark.parametrize(

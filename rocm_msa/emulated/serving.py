@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gfx950_emu import Schedule
-from gfx950_emu.build import compiler
+from gfx950_emu.build import compiler, core
 from gfx950_emu.disassembler import find_library
 from rocm_msa import aot, launcher
 from rocm_msa.emulated.counts import tally
@@ -48,6 +48,8 @@ def start(builds: Sequence[aot.Build], code_objects: str | Path | None = None) -
     Raises:
         RuntimeError: `code_objects` lacks some; FlyDSL or its linker is missing; see Launcher.
     """
+    with _alone():
+        core()  # compiled by its first user, which takes a minute
     gpu = EmulatedGpu(tally.add, schedule=Schedule(outside_s=OUTSIDE_SECONDS))
     if code_objects is not None:
         loaded = EmulatedLauncher(Path(code_objects), gpu)

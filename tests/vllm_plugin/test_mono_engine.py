@@ -193,3 +193,15 @@ def test_rows_of_drafts_take_the_mono_path(quantised, monkeypatch):
     close(seen)
     assert len(answers[0].tokens) == 6
     judged(quantised, [every], answers)
+
+
+@pytest.mark.slow
+def test_requests_are_preempted_between_mono_steps(quantised):
+    """Ten requests cross into their second block at once, and twelve blocks do not hold them."""
+    asked = [prompt(120, n) for n in range(10)]
+    options = MONO | {"num_gpu_blocks_override": 12, "max_model_len": 1024}
+    with engine(quantised, **options, enable_prefix_caching=False) as llm:
+        answers = generate(llm, asked, 16)
+        assert metric(llm, "vllm:num_preemptions") > 0
+    assert mono.steps["mono", "decode"] > 16 > mono.steps["layers", "prefill"] > 1
+    judged(quantised, asked, answers)

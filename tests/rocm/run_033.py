@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.rocm import fake_rocm  # noqa: E402
-from tests.vllm_plugin import vllm_033  # noqa: E402
+from tests.vllm_plugin import serve_lines, vllm_033  # noqa: E402
 
 CACHE_BYTES = 64 * 2**20
 BATCHES = {
@@ -239,6 +239,10 @@ def outcomes(checkpoint: str, *others: str) -> dict:
         found["batches"] = {
             name: batch(requests, cache_config, attention) for name, requests in BATCHES.items()
         }
+    public = {**serve_lines.PUBLIC, "-tp": "2"}  # the tiny model has two KV heads
+    found["public"] = {
+        Path(other).name: serve_lines.outcome(other, public, True) for other in others
+    }
     found["quantised"] = {Path(other).name: quantised(other) for other in others}
     return found
 

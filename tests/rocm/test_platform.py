@@ -52,6 +52,16 @@ def test_the_platform_is_rocm_and_the_runner_v2(found):
     }
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_public_command_on_rocm(layout, found):
+    """Every flag, on a quantised checkpoint; `--quantization-config.moe` adds to it."""
+    line = found["public"][layout]
+    assert "error" not in line, line
+    assert line["moe"] == "mxfp8" and line["indexer_decode_cp"] is True
+    made = {"tp": 2, "block_size": 128, "draft": "ngram", "drafts": 3, "one_manager": True}
+    assert line["made"] == made
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

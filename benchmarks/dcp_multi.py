@@ -26,7 +26,7 @@ from benchmarks.dcp_cases import (
 from benchmarks.dcp_collective import CollectiveExchange
 from dcp.api import DcpError, Exchange
 from dcp.gloo import GlooExchange
-from dcp.plan import Batch, Scan, decide
+from dcp.plan import MEASURED_H200, Batch, Scan, decide
 from dcp.shard import Site
 from rocm_msa.cache import CacheDType, index_page
 from rocm_msa.comm.group import DistributedGroup
@@ -289,7 +289,8 @@ def time_shapes(team: Team, exchange: Exchange, quick: bool) -> list[Row]:
             outs = [select_alone(w, own) for w in works]
             pairs = [(works[i % copies], queries[i % copies], outs[i % copies]) for i in range(32)]
             batch = Batch(len(shape.lens), shape.rows, shape.blocks)
-            shared = decide(exchange.shard, batch, Scan(page, DIM * 2, TOPK)).shared
+            scan = Scan(page, DIM * 2, TOPK)
+            shared = decide(exchange.shard, batch, scan, costs=MEASURED_H200).shared
             peers = {
                 "alone": [lambda w=w: select_alone(w, own) for w, _, _ in pairs],
                 "exchange": [

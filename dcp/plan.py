@@ -71,7 +71,7 @@ def representatives(shard: Shard, most: Batch, topk: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the choice rests on. Modelled for gfx950; no figure here was measured on one.
+    """What the choice rests on. The defaults are modelled for gfx950: none of them was measured.
 
     fixed_s: a launch of the exchange beyond its share of the scan and its bytes, in seconds: two
         waits for the fabric and the slowest rank. 7 us is what a public implementation reports
@@ -79,14 +79,25 @@ class Costs:
     scan_bytes_per_s: at which one rank reads index pages. The datasheet's peak, so that what the
         ranks save is not overstated: a slower scan makes the exchange pay earlier.
     link_bytes_per_s: of the link between two ranks, one way.
+    shared_bytes_per_s: at which the exchange reads a rank's index pages.
+    rank_s: of ranking a block of the rank's own for one (row, head).
+    rank_pairs: (row, head) pairs with which that takes twice as long.
     """
 
     fixed_s: float = 7e-6
     scan_bytes_per_s: float = GFX950.hbm_bytes_per_s
     link_bytes_per_s: float = GFX950.fabric_link_bytes_per_s
+    shared_bytes_per_s: float = GFX950.hbm_bytes_per_s
+    rank_s: float = 0.0
+    rank_pairs: int = 1
 
 
-_COSTS = Costs()
+MODELLED_GFX950 = Costs()
+MEASURED_H200 = Costs(13e-6, 2.9e12, 450e9, 1.85e12, 10e-9, 300)
+"""Of the Triton kernels on two H200s, fitted to docs/measured_facts.md."""
+
+NEVER = 2**31 - 1
+"""A threshold that no batch reaches."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +128,22 @@ def exchange_bytes(shard: Shard, batch: Batch, scan: Scan) -> int:
     return TAGGED * rows * (scan.query_bytes + scan.topk * CANDIDATE_BYTES)
 
 
-def threshold(shard: Shard, batch: Batch, scan: Scan, costs: Costs = _COSTS) -> int:
+def threshold(shard: Shard, batch: Batch, scan: Scan, costs: Costs = MODELLED_GFX950) -> int:
     """Blocks a request from which sharing saves more than it costs.
 
-        saved(B) = requests * B * page_bytes * (1 - 1/P) / scan_bytes_per_s
+        saved(B) = requests B page_bytes (1 / scan_bytes_per_s - 1 / (P shared_bytes_per_s))
+                   - B / P rank_s (1 + rows heads / rank_pairs)
         cost     = fixed_s + exchange_bytes / link_bytes_per_s
 
-    `batch.max_blocks` plays no part. At least one block a rank.
+    `batch.max_blocks` plays no part. At least one block a rank; NEVER where nothing is saved.
     """
-    a_block = batch.requests * scan.page_bytes * (1 - 1 / shard.ranks) / costs.scan_bytes_per_s
+    pairs = batch.rows * shard.heads
+    a_byte = 1 / costs.scan_bytes_per_s - 1 / (shard.ranks * costs.shared_bytes_per_s)
+    ranking = costs.rank_s * (1 + pairs / costs.rank_pairs) / shard.ranks
+    a_block = batch.requests * scan.page_bytes * a_byte - ranking
     cost = costs.fixed_s + exchange_bytes(shard, batch, scan) / costs.link_bytes_per_s
+    if a_block * NEVER <= cost:
+        return NEVER
     return max(shard.ranks, ceil(cost / a_block))
 
 
@@ -135,7 +152,7 @@ def decide(
     batch: Batch,
     scan: Scan,
     min_blocks: int | None = None,
-    costs: Costs = _COSTS,
+    costs: Costs = MODELLED_GFX950,
 ) -> Decision:
     """Whether the batch is shared. `min_blocks` replaces the computed threshold."""
     if shard.ranks == 1:

@@ -209,11 +209,15 @@ class DecodeCp:
         Raises:
             DcpError: no selection of this launch may be used; vLLM ends the engine.
         """
-        from dcp.plan import Batch, decide
+        import torch
+
+        from dcp.plan import MEASURED_H200, MODELLED_GFX950, Batch, decide
 
         requests, max_blocks = part.block_table.shape
         batch = Batch(requests, part.rows_per_request, max_blocks)
-        decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks)
+        nvidia = index_q.is_cuda and torch.version.hip is None
+        costs = MEASURED_H200 if nvidia else MODELLED_GFX950
+        decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks, costs)
         why = f"the threshold is {decision.threshold} blocks"
         if not decision.shared:
             return self._note("alone", decision.reason, batch, why)

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.plan import (
+    MEASURED_H200,
+    NEVER,
     Batch,
     Costs,
     Results,
@@ -48,6 +50,44 @@ def test_threshold_by_hand():
     assert threshold(shard, batch, NVFP4) == 227
     assert decide(shard, batch, NVFP4) == decide(Shard(3, 4, 4), batch, NVFP4)
     assert decide(shard, batch, NVFP4).shared
+
+
+# Two H200s, microseconds a layer, alone and by the exchange: docs/measured_facts.md.
+MEASURED = [
+    (NVFP4, 1, 1, 512, 25.0, 56.6),
+    (NVFP4, 8, 1, 128, 40.8, 49.3),
+    (NVFP4, 8, 1, 512, 112.6, 124.4),
+    (NVFP4, 8, 4, 512, 115.5, 144.2),
+    (NVFP4, 45, 1, 32, 47.3, 48.8),
+    (NVFP4, 45, 1, 128, 151.7, 132.1),
+    (NVFP4, 45, 1, 512, 575.8, 469.6),
+    (NVFP4, 45, 4, 32, 48.5, 58.8),
+    (NVFP4, 45, 4, 128, 158.2, 150.0),
+    (NVFP4, 45, 4, 512, 607.8, 522.5),
+    (FP8, 1, 4, 512, 38.5, 70.9),
+    (FP8, 8, 1, 32, 21.8, 28.6),
+    (FP8, 8, 4, 32, 22.4, 29.7),
+    (FP8, 8, 1, 512, 182.9, 177.6),
+    (FP8, 45, 1, 128, 246.5, 193.6),
+    (FP8, 45, 4, 128, 250.2, 197.2),
+    (FP8, 45, 4, 512, 1016.8, 744.2),
+]
+
+
+@pytest.mark.parametrize(("scan", "requests", "rows", "thousands", "alone", "shared"), MEASURED)
+def test_nothing_that_was_measured_slower_is_shared_on_the_h200(
+    scan, requests, rows, thousands, alone, shared
+):
+    batch = Batch(requests, rows, thousands * 8)
+    decision = decide(Shard(0, 2, 4), batch, scan, costs=MEASURED_H200)
+    assert shared < alone or not decision.shared
+    if shared < 0.9 * alone:
+        assert decision.shared
+
+
+def test_what_saves_nothing_is_never_shared():
+    costs = Costs(scan_bytes_per_s=4e12, shared_bytes_per_s=2e12)
+    assert threshold(Shard(0, 2, 4), Batch(45, 1, 8192), NVFP4, costs) == NEVER
 
 
 @steady

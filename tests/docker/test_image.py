@@ -286,6 +286,9 @@ def test_requirements_that_are_not_met_end_the_build(tmp_path):
         ("rocm_msa.ops.x.api", "from rocm_msa.ops.x import kernel", True),
         ("rocm_msa.cli.thing", "import flydsl", True),
         ("rocm_msa.ops.x.other", "import no_such_package", True),
+        ("rocm_msa.emulated", "import msgpack", False),
+        ("rocm_msa.emulated", "import no_such_package", True),
+        ("rocm_msa.ops.x.other", "import msgpack", True),
     ],
 )
 def test_self_test_finds_what_does_not_import(module, code, fails, tmp_path):

@@ -31,8 +31,9 @@ TOOLS = [
     }
 ]
 MIX = {
-    "known": 40,
+    "known": 32,
     "sampled": 8,
+    "rare": 8,
     "leave": 14,
     "vanish": 8,
     "half": 4,
@@ -129,6 +130,9 @@ def _case(kind: str, rng: random.Random, known: list[Known]) -> Case:
         body |= {"n": n, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
         data = _json(body | {"return_token_ids": True})
         return Case(kind, COMPLETIONS, data, stream, count=n * tokens)
+    if kind == "rare":
+        body = _new_prompt(rng) | {"max_tokens": 6, "seed": 7, "stream": stream}
+        return Case(kind, COMPLETIONS, _json(body | rng.choice(RARE)), stream)
     if kind == "leave":
         body = rng.choice(known).body if rng.random() < 0.5 else _new_prompt(rng)
         path = CHAT if "messages" in body else COMPLETIONS
@@ -158,6 +162,18 @@ def _json(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
+RARE = (
+    *({"logprobs": 5}, {"prompt_logprobs": 2, "stream": False}, {"echo": True, "logprobs": 1}),
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    *({"min_p": 0.1}, {"top_k": 5, "temperature": 1.5}, {"logit_bias": {"5": 20, "6": -20}}),
+    *({"bad_words": ["the"]}, {"allowed_token_ids": [5, 6, 7]}, {"stop": ["e"]}, {"seed": None}),
+    *({"stop_token_ids": [5, 6]}, {"min_tokens": 4}, {"n": 3, "logprobs": 2}, {"seed": -1}),
+    *({"structured_outputs": {"regex": "[ab]{3}"}}, {"structured_outputs": {"choice": ["a", "b"]}}),
+    *({"response_format": {"type": "json_object"}}, {"prompt": [[5, 6], [7, 8, 9]], "n": 2}),
+    *({"use_beam_search": True, "n": 2, "stream": False}, {"truncate_prompt_tokens": 5}),
+    *({"cache_salt": "x"}, {"prompt": "text \u00fc \U0001f600"}, {"suffix": None, "user": "x"}),
+)
+"""Parameters that few clients use; each request is answered."""
 GARBAGE = (b"\x16\x03\x01\x02", b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\x00\r\n\r\n")
 _CALL = {"id": "1", "type": "function", "function": {"name": "f"}}
 _ONE = {"role": "user", "content": "x"}

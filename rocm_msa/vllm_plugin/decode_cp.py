@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcp.api import Exchange
-    from dcp.plan import Batch, Scan
+    from dcp.plan import Batch, Costs, Scan
     from rocm_msa.cache.paged import IndexCache
     from rocm_msa.vllm_plugin.metadata import Part
     from rocm_msa.vllm_plugin.verify import Options, Serving
@@ -99,9 +99,10 @@ def start(serving: Serving, vllm_config: Any) -> DecodeCp | None:
     if serving.rank.tp == 1:
         logger.info("%s has no effect with one tensor-parallel rank", FLAG)
         return None
+    import torch
     from vllm.distributed.parallel_state import get_tp_group
 
-    from dcp.plan import Batch, Scan
+    from dcp.plan import MEASURED_H200, Batch, Scan
 
     model, dtype = serving.model, vllm_config.model_config.dtype
     scan = Scan(serving.index_page.page_bytes, model.index_dim * dtype.itemsize, model.topk_blocks)
@@ -115,7 +116,9 @@ def start(serving: Serving, vllm_config: Any) -> DecodeCp | None:
     make = _between_processes if on_cpu else _between_gpus
     if serving.options.backend == emulated.BACKEND:
         make = emulated.exchange
-    return DecodeCp(make(get_tp_group().cpu_group, serving, most, dtype), serving, scan, most)
+    exchange = make(get_tp_group().cpu_group, serving, most, dtype)
+    nvidia = make is _between_gpus and torch.version.hip is None
+    return DecodeCp(exchange, serving, scan, most, MEASURED_H200 if nvidia else None)
 
 
 def _between_processes(group: Any, serving: Serving, most: Batch, dtype: torch.dtype) -> Exchange:
@@ -177,11 +180,22 @@ class DecodeCp:
 
     Attributes:
         most: the largest batch that the exchange has room for.
+        costs: of this platform, on which the choice rests; None: those modelled for gfx950.
         min_blocks: replaces the computed threshold; None for that.
     """
 
-    def __init__(self, exchange: Exchange, serving: Serving, scan: Scan, most: Batch) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        serving: Serving,
+        scan: Scan,
+        most: Batch,
+        costs: Costs | None = None,
+    ) -> None:
+        from dcp.plan import MODELLED_GFX950
+
         self.exchange, self.scan, self.most = exchange, scan, most
+        self.costs = costs or MODELLED_GFX950
         model = serving.model
         self.kept = (model.topk_blocks, model.init_blocks, model.local_blocks)
         self.min_blocks = serving.options.indexer_decode_cp_min_blocks
@@ -209,15 +223,11 @@ class DecodeCp:
         Raises:
             DcpError: no selection of this launch may be used; vLLM ends the engine.
         """
-        import torch
-
-        from dcp.plan import MEASURED_H200, MODELLED_GFX950, Batch, decide
+        from dcp.plan import Batch, decide
 
         requests, max_blocks = part.block_table.shape
         batch = Batch(requests, part.rows_per_request, max_blocks)
-        nvidia = index_q.is_cuda and torch.version.hip is None
-        costs = MEASURED_H200 if nvidia else MODELLED_GFX950
-        decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks, costs)
+        decision = decide(self.exchange.shard, batch, self.scan, self.min_blocks, self.costs)
         why = f"the threshold is {decision.threshold} blocks"
         if not decision.shared:
             return self._note("alone", decision.reason, batch, why)

@@ -10,7 +10,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-gpu lint format demo demo-pd demo-emulated serve bench docs clean
+.PHONY: help env test test-slow test-gpu lint format demo demo-pd demo-emulated serve verify bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ demo-emulated: env ## vLLM on gfx950 kernels in the emulator, tokens compared (A
 
 serve: env ## the same server, left running until Ctrl-C (ARGS=...)
 	@$(ONE_THREAD) $(BIN)/rocm-msa demo --keep-serving $(ARGS)
+
+verify: env ## check this machine's GPU (ARGS="--target emulator" without one)
+	@$(ONE_THREAD) $(BIN)/rocm-msa verify $(ARGS)
 
 bench: env ## the benchmarks that run on this machine
 	@set -e; for bench in benchmarks/bench_*.py; do \

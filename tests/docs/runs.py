@@ -48,6 +48,7 @@ RUNS: dict[tuple[str, ...], Run] = {
     ("make", "test-gpu"): Run("gpu", DOCS + "test_make_targets_run_what_they_say"),
     ("make", "lint"): Run("test", DOCS + "test_make_targets_run_what_they_say"),
     ("make", "format"): Run("test", DOCS + "test_make_targets_run_what_they_say"),
+    ("make", "verify"): Run("test", DOCS + "test_make_targets_run_what_they_say"),
     ("make", "bench"): BENCH,
     ("make", "docs"): Run("test", "tests/docs/test_site.py::test_the_site_builds"),
     ("make", "clean"): Run("test", DOCS + "test_make_clean"),

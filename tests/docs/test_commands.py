@@ -91,7 +91,9 @@ MAKE = {
     "format": ("ruff check --fix .", "ruff format ."),
     "demo": ("rocm-msa demo -k topk",),
     "demo-pd": ("examples/pd/demo.py -k topk",),
+    "demo-emulated": ("rocm-msa demo --emulated -k topk",),
     "serve": ("rocm-msa demo --keep-serving -k topk",),
+    "verify": ("rocm-msa verify -k topk",),
     "bench": ("benchmarks/bench_*.py", '"$bench" -k topk'),
     "docs": ("mkdocs build --strict",),
 }

@@ -17,6 +17,7 @@ from mono_kernel.layer_gfx950 import Build
 from mono_kernel.shapes import Formats
 from rocm_msa.capacity import MINIMAX_M3
 from rocm_msa.checkpoint.make import make_checkpoint
+from rocm_msa.config import ModelConfig
 from rocm_msa.flydsl_compile import FLYDSL_VERSION
 from rocm_msa.kernel_manifest import Entry, Manifest, write
 from rocm_msa.vllm_plugin import compat, mono_config
@@ -133,6 +134,19 @@ def test_the_additional_config_asks_for_it(quantised, tp):
     assert (serving.mono.tp, serving.mono.intermediate) == (tp, 256 // tp)
     assert serving.mono.routed_format == "mxfp4"
     assert resolve(config(quantised, tensor_parallel_size=tp, **SERVED)).mono is None
+
+
+def test_rocm_calls_its_devices_cuda(quantised, tmp_path, monkeypatch):
+    made = config(quantised, **SERVED)
+    model = ModelConfig.from_hf(made.model_config.hf_config)
+    assert mono_config.facts_of(made, Options(), model).device == "cpu"
+    monkeypatch.setattr(made.device_config, "device_type", "cuda")
+    assert mono_config.facts_of(made, Options(), model).device == "cuda"
+    monkeypatch.setattr(compat, "on_rocm", lambda: True)
+    options = Options(mono=True, code_objects=str(tmp_path), indexer_decode_cp=True)
+    facts = mono_config.facts_of(made, options, model)
+    assert (facts.device, facts.folder, facts.share_scan) == ("rocm", tmp_path, True)
+    assert facts.weight_formats == LAYOUTS["mxfp4"]
 
 
 def test_the_engines_own_flag_asks_for_it(quantised):

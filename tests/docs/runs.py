@@ -81,6 +81,7 @@ RUNS: dict[tuple[str, ...], Run] = {
     ),
     ("python", "benchmarks/bench_cache_accuracy.py"): BENCH,
     ("python", "benchmarks/bench_dcp_gfx950.py"): BENCH,
+    ("python", "benchmarks/bench_dcp_multi.py"): BENCH,
     ("python", "benchmarks/bench_emulator.py"): BENCH,
     ("python", "benchmarks/bench_flydsl_decode.py"): BENCH,
     ("python", "benchmarks/bench_mono_gfx950.py"): BENCH,

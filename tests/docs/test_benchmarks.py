@@ -14,6 +14,7 @@ from tests.docs.commands import ROOT, documented
 LITTLE = {
     "bench_cache_accuracy.py": ["--blocks", "24", "--rows", "2", "--seeds", "1"],
     "bench_dcp_gfx950.py": ["--ranks", "2", "--requests", "2", "--rows", "1"],
+    "bench_dcp_multi.py": ["--device", "cpu", "--ranks", "2"],
     "bench_emulator.py": [],
     "bench_flydsl_decode.py": ["--cases", "1x1"],
     "bench_mono_gfx950.py": ["--rows", "1"],
@@ -21,7 +22,7 @@ LITTLE = {
     "bench_ops_gfx950.py": ["--ops", "block_topk"],
     "bench_transfer.py": ["--tokens", "1024", "--repeats", "1"],
 }
-FOLDER = ("bench_cache_accuracy.py", "bench_msa_triton.py")
+FOLDER = ("bench_cache_accuracy.py", "bench_dcp_multi.py", "bench_msa_triton.py")
 """Those that write into a folder; the others write one JSON file."""
 
 

@@ -75,23 +75,22 @@ def test_one_rank():
 
 
 def launches_in_turns(rank: int, ranks: int, layout: str) -> list[dict]:
-    """Of the runner that scans alone and the one that shares the scan, twice each."""
+    """Of the runner that scans alone, between two of the one that shares the scan."""
     step = Step(layout, ranks, LENS, ROWS, seed=7)
-    runners = started(None, step.shape, step.shape.sharing())
-    found = [launched(runner, step, rank) for _ in range(2) for runner in runners]
-    for runner in runners:
+    alone, sharing = started(None, step.shape, step.shape.sharing())
+    found = [launched(runner, step, rank) for runner in (sharing, alone, sharing)]
+    for runner in (alone, sharing):
         runner.close()
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("layout", "ranks"), [("mxfp4", 2), ("nvfp4", 4)])
-def test_ranks_sum_and_share_the_scan_through_memory_that_they_share(layout, ranks, tmp_path):
-    everyone = run_processes(launches_in_turns, ranks, tmp_path, layout)
+def test_ranks_sum_and_share_the_scan_through_memory_that_they_share(tmp_path):
+    everyone = run_processes(launches_in_turns, 2, tmp_path, "mxfp4")
     wanted = [out.view(torch.uint8) for out in everyone[0][0]["outs"]]
     for launches in everyone:
-        assert [good(one) for one in launches] == [True] * 4, launches
+        assert [good(one) for one in launches] == [True] * 3, launches
         for one in launches:  # the same bits on all ranks and either way
             got = [out.view(torch.uint8) for out in one["outs"]]
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

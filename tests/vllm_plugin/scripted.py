@@ -113,12 +113,15 @@ class Api:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core_client import EngineCoreClient
 
+        try:
+            from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33
+        except ImportError:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
         load_general_plugins()
         line = ["--model", checkpoint, "--served-model-name", MODEL, "--block-size", "128"]
         line += ["--kv-cache-dtype", "nvfp4", "--disable-log-stats", *options]

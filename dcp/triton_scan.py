@@ -28,6 +28,7 @@ WIDE = triton.__version__.startswith("3.6.")
 """Whether the compiler gives a lane four neighbouring k of a joined operand, and not two. The order
 of k is chosen so that lanes need not exchange values; the matrix instruction sees the same."""
 
+_TILE, _PAIRS, _HOPPER = tl.constexpr(TILE), tl.constexpr(PAIRS), tl.constexpr(HOPPER)
 _WIDE, _QUERIES = tl.constexpr(WIDE), tl.constexpr(QUERY_TIMES)
 _NO_QUERIES = tl.constexpr(int(Site.QUERIES))
 

@@ -74,10 +74,10 @@ def finite_bf16(bits):
     return bits.to(tl.bfloat16, bitcast=True)
 
 
-# Four E4M3 codes of %IN -> pairs lo, hi of halves or bf16. A NaN code of E4M3 is 0x7F, an infinite or
-# NaN bf16 has all exponent bits: adding 1 below them in the value without its sign carries into the
-# sign, which prmt spreads over a mask. In bf16 the code's fields, moved to their places, are the
-# number * 2^-120.
+# Four E4M3 codes of %IN -> pairs lo, hi of halves or bf16. A NaN code of E4M3 is 0x7F, an infinite
+# or NaN bf16 has all exponent bits: adding 1 below them in the value without its sign carries into
+# the sign, which prmt spreads over a mask. In bf16 the code's fields, moved to their places, are
+# the number * 2^-120.
 _E4M3_FINITE = """{
 .reg .b32 t, z, lo, hi; .reg .b16 a, b;
 and.b32 t, %IN, 0x7F7F7F7F;
@@ -147,7 +147,7 @@ lop3.b32 $0, $1, t, t, 0x30;
 @triton.jit
 def _e4m3_values(codes, OP: tl.constexpr):
     """E4M3 bytes on sm_89 and later; the NaN codes give 0."""
-    BF16: tl.constexpr = OP == tl.bfloat16
+    BF16: tl.constexpr = OP == tl.bfloat16  # noqa: SIM300 - capitals are no constants here
     values = tl.inline_asm_elementwise(
         _BF16_OF_BYTES if BF16 else _FP16_OF_BYTES, "=r,=r,r", [codes],
         dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=4,
@@ -160,7 +160,7 @@ def e4m3_words(words, OP: tl.constexpr):
     """The same of codes in int32 `[T, N]`, four a word: `[T, 4 N]`."""
     T: tl.constexpr = words.shape[0]
     N: tl.constexpr = words.shape[1]
-    BF16: tl.constexpr = OP == tl.bfloat16
+    BF16: tl.constexpr = OP == tl.bfloat16  # noqa: SIM300 - capitals are no constants here
     e = tl.inline_asm_elementwise(
         _BF16_OF_WORDS if BF16 else _FP16_OF_WORDS, "=h,=h,=h,=h,r", [words],
         dtype=(tl.bfloat16 if BF16 else tl.float16,) * 4, is_pure=True, pack=1,

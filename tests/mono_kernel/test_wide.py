@@ -1,4 +1,4 @@
-"""MiniMax-M3's own widths at TP 4 in the emulator, region by region: minutes, 3 GB of memory."""
+"""MiniMax-M3's own widths in the emulator, region by region: minutes, 3 GB of memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from tests.mono_kernel import regions
 from tests.mono_kernel.emulated import Group
 from tests.mono_kernel.wide import WideStep
 
-WORKGROUPS = 64
+WORKGROUPS = {4: 64, 8: 32}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "lens", "per"),
+    ("layout", "tp", "lens", "per"),
     [
-        ("mxfp4", [2049], 1),  # the 17th block, inserted by this very launch
-        ("nvfp4", [2946, 129], 2),
-        ("mxfp8", [4100, 128, 0, 2052], 4),
+        ("mxfp4", 4, [2049], 1),  # the 17th block, inserted by this very launch
+        ("nvfp4", 4, [2946, 129], 2),
+        ("mxfp8", 4, [4100, 128, 0, 2052], 4),
+        ("nvfp4", 8, [2049], 1),  # two ranks hold each KV head
+        ("mxfp4", 8, [2946, 129], 2),
+        ("mxfp8", 8, [4100, 128, 0, 2052], 4),
     ],
-    ids=["1 row", "4 rows", "16 rows"],
+    ids=lambda value: str(value).replace(" ", ""),
 )
-def test_every_region(layout, lens, per):
-    group = Group(WideStep(layout, 4, lens, per, seed=len(lens)), workgroups=WORKGROUPS)
+def test_every_region(layout, tp, lens, per):
+    group = Group(WideStep(layout, tp, lens, per, seed=len(lens)), workgroups=WORKGROUPS[tp])
     group.run(Schedule("random", len(lens), (1, 20_000)))
     found = regions.check(group)
     assert set(found[0]["chosen"].flatten().tolist()) <= set(group.step.written)

@@ -9,12 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from dcp import exchange_triton
 from dcp.mailbox_layout import BUFFERS, TAG_PERIOD, tag
 from dcp.plan import Results
-from dcp.triton_scan import HOPPER
 from gfx950_emu import Schedule
-from rocm_msa import ops
 from tests.dcp.emulated_ranks import Ranks
 from tests.dcp.triton_cases import Case, check, exchange, queue
 from tests.launcher.emulated import SCHEDULES
@@ -95,19 +92,6 @@ def test_heads_caches_and_queries(heads, kind, dtype):
         pytest.skip("fp16 queries on a bf16 cache are refused")
     case = Case((1300, 0, 129), rows=2, kind=kind, heads=heads, dtype=dtype)
     exchange(case, 4, LONG, form=CANDIDATES)
-
-
-@slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_sums_of_hopper(dtype, monkeypatch):
-    """The order of head_dim that sm_90 has for NVFP4 pages: a permutation of queries and keys."""
-    monkeypatch.setattr(exchange_triton, "_kind", lambda *args: HOPPER)
-    case = Case((1300, 0, 129, 2600), rows=2, dtype=dtype)
-    index_q, cache, table, lens, num_blocks = case.tensors
-    index_q[3] *= 2.0**-30  # brought into fp16's range by a factor a row
-    scores = ops.index_score_decode(index_q, cache, table, lens, 2, backend="reference")
-    vars(case)["alone"] = ops.block_topk(scores, num_blocks, *case.kept, backend="reference")
-    exchange(case, 2, LONG, form=CANDIDATES)
 
 
 @pytest.mark.parametrize(

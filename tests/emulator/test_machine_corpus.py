@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gfx950_emu import CodeObject, Machine, Report, Schedule
+from gfx950_emu import Checks, CodeObject, Machine, Report, Schedule
 from tests.emulator.cases import Args, Case, Expected, PointerTable
 from tests.emulator.corpus import CASES
 
@@ -57,11 +57,13 @@ def differences(case: Case, args: Args, expected: Expected) -> list[tuple[int, i
     return wrong
 
 
-def run(case: Case, schedule: Schedule, seed: int = 0) -> tuple[Report, list]:
+def run(
+    case: Case, schedule: Schedule, seed: int = 0, checks: Checks = Checks.ALL
+) -> tuple[Report, list]:
     """The report, and what differs from PyTorch."""
     args = case.make_args(seed)
     expected = case.expected(args)
-    machine = Machine(schedule=schedule)
+    machine = Machine(schedule=schedule, checks=checks)
     queue(machine, case, args)
     report = machine.run()
     return report, differences(case, args, expected)

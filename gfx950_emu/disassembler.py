@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import threading
 from pathlib import Path
 
 TRIPLE, PROCESSOR = b"amdgcn-amd-amdhsa", b"gfx950"
@@ -34,7 +35,7 @@ def find_library() -> Path:
 
 
 class Disassembler:
-    """One LLVM disassembler context; not to be used from two threads at a time."""
+    """One LLVM disassembler context, which serves one thread at a time."""
 
     def __init__(self) -> None:
         path = find_library()
@@ -65,6 +66,7 @@ class Disassembler:
         if not self._context:
             raise ToolchainError(f"{path} does not know gfx950. Install {PACKAGE}")
         self._text = ctypes.create_string_buffer(TEXT_BYTES)
+        self._one_at_a_time = threading.Lock()
 
     def decode(self, code: ctypes.Array, offset: int, end: int) -> tuple[int, str] | None:
         """(size in bytes, text) of the instruction at `offset`; None when LLVM knows none.
@@ -73,17 +75,19 @@ class Disassembler:
         only matters to texts that name it (none of AMDGPU's does).
         """
         room = min(LONGEST, end - offset)
-        size = self._decode(
-            self._context,
-            ctypes.addressof(code) + offset,
-            room,
-            offset,
-            self._text,
-            TEXT_BYTES,
-        )
+        with self._one_at_a_time:
+            size = self._decode(
+                self._context,
+                ctypes.addressof(code) + offset,
+                room,
+                offset,
+                self._text,
+                TEXT_BYTES,
+            )
+            text = self._text.value.decode()
         if not size or size > room:
             return None
-        text = self._text.value.decode().partition("//")[0]
+        text = text.partition("//")[0]
         return size, " ".join(text.split())
 
 

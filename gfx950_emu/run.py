@@ -80,7 +80,7 @@ def decoded(code_object, kernel) -> np.ndarray:
     if key not in _DECODED:
         d = kernel.descriptor
         if len(_DECODED) >= KEPT_KERNELS:
-            del _DECODED[next(iter(_DECODED))]  # the oldest
+            _DECODED.pop(next(iter(_DECODED)), None)  # the oldest
         _DECODED[key] = decode(kernel.instructions, d.accum_offset, d.vgprs, kernel.name)
     return _DECODED[key]
 

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import struct
+import threading
 
 from gfx950_emu.code_object import Argument, CodeObject, Instruction, Kernel
 from gfx950_emu.descriptor import parse_descriptor
@@ -20,6 +21,7 @@ from gfx950_emu.elf import Elf, Segment
 
 TRIPLE = b"amdgcn-amd-amdhsa"
 pointer = ctypes.c_void_p
+ONE_AT_A_TIME = threading.Lock()  # LLVM's parts of one process
 
 
 @functools.lru_cache(maxsize=1)
@@ -53,6 +55,11 @@ def library() -> ctypes.CDLL:
 
 def emit(source: str) -> bytes:
     """The object file of an assembly text. An error in it ends the process, as LLVM has it."""
+    with ONE_AT_A_TIME:
+        return _emit(source)
+
+
+def _emit(source: str) -> bytes:
     lib = library()
     target, error, buffer = pointer(), ctypes.c_char_p(), pointer()
     assert not lib.LLVMGetTargetFromTriple(TRIPLE, ctypes.byref(target), ctypes.byref(error))

@@ -117,25 +117,6 @@ _BF16_OF_BYTES = _e4m3_ptx(_E4M3_TO_BF16, "$2", _PAIRS)
 _FP16_OF_WORDS = _e4m3_ptx(_E4M3_TO_FP16, "$4", _SINGLES)
 _BF16_OF_WORDS = _e4m3_ptx(_E4M3_TO_BF16, "$4", _SINGLES)
 _BF16_PTX = tl.constexpr("""{
-.reg .b32 t, z, lo, hi;
-and.b32 t, $2, 0x7F7F7F7F;
-add.u32 t, t, 0x01010101;
-prmt.b32 t, t, t, 0xBA98;
-lop3.b32 t, $2, t, t, 0x30;
-prmt.b32 lo, t, 0, 0x1404;
-prmt.b32 hi, t, 0, 0x3424;
-shr.u32 t, lo, 4;
-and.b32 t, t, 0x07F007F0;
-lop3.b32 lo, lo, 0x80008000, t, 0xEA;
-shr.u32 t, hi, 4;
-and.b32 t, t, 0x07F007F0;
-lop3.b32 hi, hi, 0x80008000, t, 0xEA;
-mov.b32 t, 0x7B807B80;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 $0, lo, t, z;
-fma.rn.bf16x2 $1, hi, t, z;
-}""")
-_BF16_PTX = tl.constexpr("""{
 .reg .b32 t;
 and.b32 t, $1, 0x7F807F80;
 add.u32 t, t, 0x00800080;

@@ -1,4 +1,4 @@
-"""Steps of the image that change the machine: in a copy of the root, in an environment."""
+"""Steps of the image that change the machine: in a view of the file system, in an environment."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import pytest
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 VERSIONS = dict(re.findall(r"^(\w+)=(.*)$", (DOCKER / "versions.env").read_text(), re.MULTILINE))
 
-# A writable view of the root that is gone with the mount namespace.
-COPY_OF_THE_ROOT = """
+# A writable view of the whole file system that is gone with the mount namespace.
+VIEW = """
 mount -t tmpfs tmpfs "$1"
-mkdir "$1/upper" "$1/work" "$1/root"
-mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
-cp -r "$2" "$1/root/docker"
+mkdir "$1/upper" "$1/work" "$1/view"
+mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/view"
 """
 STEP = """
-chroot "$1/root" /docker/make_user.sh
-chroot "$1/root" id -nG "$3"
-chroot "$1/root" id -u "$3"
-chroot "$1/root" stat -c %U "/home/$3/.cache"
-test -d "$1/root/models"
+cp -r "$2" "$1/view/docker"
+chroot "$1/view" /docker/make_user.sh
+chroot "$1/view" id -nG "$3"
+chroot "$1/view" id -u "$3"
+chroot "$1/view" stat -c %U "/home/$3/.cache"
+test -d "$1/view/models"
 """
 
 
-def in_a_copy_of_the_root(script: str, folder: Path) -> subprocess.CompletedProcess:
+def in_a_view(script: str, folder: Path) -> subprocess.CompletedProcess:
     names = (folder, DOCKER, VERSIONS["RUN_USER"])
-    command = ["unshare", "--mount", "bash", "-euc", COPY_OF_THE_ROOT + script, "bash", *names]
+    command = ["unshare", "--mount", "bash", "-euc", VIEW + script, "bash", *names]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow
 def test_the_user_that_serves(tmp_path):
-    if shutil.which("unshare") is None or in_a_copy_of_the_root("", tmp_path).returncode:
-        pytest.skip("needs root and overlay mounts")
-    done = in_a_copy_of_the_root(STEP, tmp_path)
+    if shutil.which("unshare") is None or in_a_view("", tmp_path).returncode:
+        pytest.skip("this user may not mount an overlay")
+    done = in_a_view(STEP, tmp_path)
     assert done.returncode == 0, done.stderr
     groups, number, owner = done.stdout.splitlines()[-3:]
     assert {"video", "render"} <= set(groups.split())

@@ -316,6 +316,7 @@ def fault(device: torch.device) -> str | None:
         return None
     found = _device_fault(device) or _faults.get(key)
     if found is None:
+        refuse_capture(device, f"loading compiled kernels onto {device}")
         try:
             start(None, device)
         except RuntimeError as error:
@@ -344,6 +345,25 @@ def using(loaded: Launcher) -> Iterator[None]:
             del _active[key]
         else:
             _active[key] = before
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is queued on the device's current stream goes into a graph and does not run."""
+    if device.type != "cuda":
+        return False
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise, during a capture on `device`, about what has to be done before it.
+
+    Raises:
+        RuntimeError: names `what`; a graph would hold its copy or its wait, or the runtime refuses.
+    """
+    if capturing(device):
+        raise RuntimeError(what + ": " + expect("first use", "before the capture", "during it"))
 
 
 def offer(name: str, loaded: Launcher) -> None:

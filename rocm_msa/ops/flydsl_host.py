@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from rocm_msa import launcher
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import IndexCache
 from rocm_msa.errors import expect
@@ -32,7 +33,8 @@ def table_fold(*scales: float) -> int:
 
 @functools.cache
 def lut_table(fold: int, device: torch.device) -> torch.Tensor:
-    """The NVFP4 table on `device`, uploaded by the first call."""
+    """The NVFP4 table on `device`, uploaded by the first call, which no graph may hold."""
+    launcher.refuse_capture(device, f"the NVFP4 table of fold {fold} on {device}")
     return nvfp4_lut.build(fold).to(device)
 
 

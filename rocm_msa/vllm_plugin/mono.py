@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.forward_context import get_forward_context
 
@@ -78,11 +79,8 @@ def path_of(
         return "layers", "profile"
     if size.prefills or not size.requests:
         return "layers", "prefill"
-    rows = size.requests * size.rows_per_request
-    if rows > most_rows:
+    if max(size.tokens, size.requests * size.rows_per_request) > most_rows:
         return "layers", "rows"
-    if size.tokens != rows:
-        return "layers", "padded"
     if size.max_blocks > most_blocks:
         return "layers", "blocks"
     shared = share_from is not None and size.max_blocks >= share_from
@@ -196,21 +194,26 @@ class Mono:
         """Take the weights of a layer."""
         self.weights[number] = self.runner.load(weights)
 
-    def begin(self, positions: torch.Tensor, hidden: torch.Tensor) -> Step | None:
-        """What runs this step's layers; None: the ordinary layers do.
+    def check(self) -> None:
+        """Raise the MonoError of an earlier launch, of this rank or another; waits for nothing.
 
-        Looks at the error word first: a launch of an earlier step that failed is raised here.
-
-        Args:
-            positions: int64 `[tokens]`. hidden: `[tokens, hidden]`, of the first layer.
-
-        Raises:
-            MonoError: vLLM ends the engine.
+        The metadata builder does so in every step, also where a captured graph stands for `begin`.
         """
         with self._counting_faults():
             for runner in (self.runner, self.sharing):
                 if runner is not None:
                     runner.check()
+
+    def begin(self, positions: torch.Tensor, hidden: torch.Tensor) -> Step | None:
+        """What runs this step's layers; None: the ordinary layers do.
+
+        Args:
+            positions: int64 `[tokens]`. hidden: `[tokens, hidden]`, of the first layer.
+
+        Raises:
+            MonoError: see `check`.
+        """
+        self.check()
         metadata, slots = self._of_this_step()
         size = None if metadata is None else size_of(metadata, hidden.shape[0])
         path, reason = path_of(size, self.most_rows, self.most_blocks, self._share_from(size))
@@ -297,7 +300,10 @@ class Step:
     ) -> tuple:
         if residual is None:
             residual = torch.zeros_like(hidden)
-        return self.mono.run(self.runner, number, self._batch(number), hidden, residual)
+        rows = self.part.tokens
+        batch, tail = self._batch(number), hidden.shape[0] - rows.stop
+        outs = self.mono.run(self.runner, number, batch, hidden[rows], residual[rows])
+        return tuple(F.pad(out, (0, 0, 0, tail)) for out in outs) if tail else outs
 
     def _batch(self, number: int) -> Batch:
         from mono_kernel.batch import Batch

@@ -34,7 +34,8 @@ SIZES = [
     ((20, 5, 4, 0, 64), ("layers", "rows")),
     ((5, 1, 1, 1, 64), ("layers", "prefill")),
     ((300, 0, 0, 2, 0), ("layers", "prefill")),
-    ((8, 3, 1, 0, 64), ("layers", "padded")),
+    ((8, 3, 1, 0, 64), ("mono", "decode")),
+    ((17, 3, 1, 0, 64), ("layers", "rows")),
     ((1, 1, 1, 0, 65), ("layers", "blocks")),
     (None, ("layers", "profile")),
 ]
@@ -148,9 +149,20 @@ def test_a_step_runs_the_mono_layers_and_leaves_the_others(served, caplog):
         assert batch.rows == 4 and batch.block_table.is_contiguous()
         assert batch.block_table.shape == (2, 3)
         assert batch.cos_sin == "cos_sin"
-    assert served.begin(POSITIONS, torch.ones(9, 8)) is None
-    assert mono.steps == {("mono", "decode"): 1, ("layers", "padded"): 1}
+    assert mono.steps == {("mono", "decode"): 1}
     assert caplog.text.count("step mono (decode)") == 1
+
+
+def test_rows_behind_the_requests_are_padding(served):
+    """Tensors longer than the batch: the rows behind it are neither read nor launched."""
+    during(served, MsaMetadata(4, part(2, 2), None))
+    hidden = torch.ones(9, 8).bfloat16()
+    hidden[4:] = float("nan")
+    hidden, residual = served.begin(POSITIONS, hidden).layer(1)(POSITIONS, hidden, hidden)
+    assert (hidden[:4] == 2).all() and (residual[:4] == 11).all()
+    assert hidden.shape == residual.shape == (9, 8)
+    assert not hidden[4:].any() and not residual[4:].any()
+    assert served.runner.launches[0][2].rows == 4
 
 
 def test_steps_of_other_kinds_and_without_caches_take_the_layers(served, caplog):

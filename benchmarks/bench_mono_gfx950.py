@@ -79,7 +79,8 @@ def inputs(build: Build, rows: int, context: int) -> list:
     slots = table[:, -1].long() * BLOCK + (context - 1) % BLOCK
     cos_sin = torch.ones(context, build.rotary_dim)
     lens = torch.full((rows,), context, dtype=torch.int32)
-    batch = Batch(lens.long() - 1, slots, slots.clone(), table, lens, 1, cos_sin)
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    batch = Batch(lens.long() - 1, slots, slots.clone(), table, lens, starts, 1, cos_sin)
     scratch = torch.zeros(plan.scratch_layout(build, blocks).nbytes, dtype=torch.uint8)
     state = torch.zeros(plan.state_layout().nbytes, dtype=torch.uint8)
     state[:8].view(torch.int64)[0] = 1

@@ -115,9 +115,10 @@ class GlooRunner:
         header = {
             "generation": generation,
             "requests": batch.seq_lens.shape[0],
-            "rows_per_request": batch.rows_per_request,
+            "rows": batch.rows,
             "max_blocks": batch.block_table.shape[1],
             "sum of seq_lens": int(batch.seq_lens.sum()),
+            "sum of starts": int(batch.starts.sum()),
         }
         mine = torch.tensor(list(header.values()), dtype=torch.int64)
         for peer, values in enumerate(self._gather("output", generation, mine)):

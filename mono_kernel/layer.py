@@ -132,11 +132,13 @@ def compile_kernel(build: Build) -> Compiled:
         block_table: fx.Pointer,  # int32 [requests, max_blocks]
         max_blocks: fx.Int32,
         seq_lens: fx.Pointer,  # int32 [requests]
+        starts: fx.Pointer,  # int32 [requests + 1], first rows
         positions: fx.Pointer,  # int64 [rows]
         main_slots: fx.Pointer,
         index_slots: fx.Pointer,
         requests: fx.Int32,
-        rows_per_request: fx.Int32,
+        rows: fx.Int32,
+        most_rows: fx.Int32,  # of a request
         cos_sin: fx.Pointer,  # fp32 [max_position, rotary_dim]
         max_position: fx.Int32,
         addresses: fx.Pointer,  # int64 [ranks + 1]
@@ -153,9 +155,9 @@ def compile_kernel(build: Build) -> Compiled:
             v_factor=v_factor, main_table=main_table, index_pages=index_pages,
             index_stride=index_stride, index_blocks=index_blocks, index_scale=index_scale,
             index_factor=index_factor, index_table=index_table, expert_table=expert_table,
-            block_table=block_table, max_blocks=max_blocks, seq_lens=seq_lens, positions=positions,
-            main_slots=main_slots, index_slots=index_slots, requests=requests,
-            rows_per_request=rows_per_request, cos_sin=cos_sin, max_position=max_position,
+            block_table=block_table, max_blocks=max_blocks, seq_lens=seq_lens, starts=starts,
+            positions=positions, main_slots=main_slots, index_slots=index_slots, requests=requests,
+            rows=rows, most_rows=most_rows, cos_sin=cos_sin, max_position=max_position,
             addresses=addresses, state=state, rank=rank, patience=patience, workgroups=workgroups,
             most_blocks=most_blocks,
         )  # fmt: skip

@@ -106,9 +106,9 @@ def arguments(
         index.pages, index.block_stride, index.num_blocks,
         float(index.scales["k"]), index_factor, index_table,
         lut_table(LUT_FOLD, hidden.device),
-        batch.block_table, max_blocks, batch.seq_lens,
+        batch.block_table, max_blocks, batch.seq_lens, batch.starts,
         batch.positions, batch.main_slots, batch.index_slots,
-        batch.seq_lens.shape[0], batch.rows_per_request,
+        batch.seq_lens.shape[0], batch.rows, batch.most_rows,
         batch.cos_sin, batch.cos_sin.shape[0],
         memory.addresses, memory.state, memory.rank, memory.patience, memory.workgroups,
         memory.max_blocks,
@@ -134,8 +134,9 @@ def check_call(
     import torch
 
     count, requests = batch.rows, batch.seq_lens.shape[0]
-    if not 1 <= count <= MAX_ROWS:
-        raise ValueError(expect("rows", f"1..{MAX_ROWS}", count))
+    for name, number in (("rows", count), ("requests", requests), ("most_rows", batch.most_rows)):
+        if not 1 <= number <= MAX_ROWS:
+            raise ValueError(expect(name, f"1..{MAX_ROWS}", number))
     for name, tensor in rows.items():
         _check(name, tensor, [count, shape.hidden], torch.bfloat16)
     for name in ("positions", "main_slots", "index_slots"):
@@ -145,6 +146,7 @@ def check_call(
         got = batch.block_table.shape[1]
         raise ValueError(expect("block_table.shape[1]", f"<= {max_blocks}", got))
     _check("seq_lens", batch.seq_lens, [requests], torch.int32)
+    _check("starts", batch.starts, [requests + 1], torch.int32)
     _check("cos_sin", batch.cos_sin, ["positions", shape.rotary_dim], torch.float32)
     main, index = caches
     _check_cache("main_cache", main, shape.kv_heads, ("k", "v"))
@@ -157,7 +159,7 @@ def _check(name: str, x: torch.Tensor, shape: Sequence, dtype) -> None:
         raise ValueError(expect(f"{name}.stride()", "a contiguous tensor", x.stride()))
 
 
-_UNALIGNED = ("positions", "main_slots", "index_slots", "block_table", "seq_lens")
+_UNALIGNED = ("positions", "main_slots", "index_slots", "block_table", "seq_lens", "starts")
 
 
 def _check_cache(name: str, cache, heads: int, sides: tuple[str, ...]) -> None:

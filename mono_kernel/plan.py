@@ -126,7 +126,7 @@ HAND_OFFS = len(PHASES) - 1
 PHASE_NAMES = tuple(phase.name for phase in PHASES)
 
 
-def in_place(shape: Shape, rows, rows_per_request) -> dict:
+def in_place(shape: Shape, rows, most_rows) -> dict:
     """phase -> whether no meeting of the grid follows it; ints, or values of a kernel.
 
     norm, join: every workgroup of the next phase does it for itself, in LDS. insert: a request's
@@ -135,7 +135,7 @@ def in_place(shape: Shape, rows, rows_per_request) -> dict:
     return {
         "norm": rows <= FEW,
         "join": rows * shape.kv_heads <= FEW,
-        "insert": rows_per_request == 1,
+        "insert": most_rows == 1,
     }
 
 

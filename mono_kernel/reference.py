@@ -18,10 +18,11 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import IndexCache, MainCache
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.formats import nvfp4_lut
-from rocm_msa.ops import Heads, Norms, block_topk, index_score_decode, qkv_insert
+from rocm_msa.ops import Heads, Norms, block_topk, qkv_insert
 from rocm_msa.ops.flydsl_host import table_fold
 from rocm_msa.ops.qkv_insert.reference import gemma_norm
-from rocm_msa.ops.rows import decode_rows
+from rocm_msa.ops.reference_scores import block_scores
+from rocm_msa.ops.rows import Rows, prefill_rows
 from rocm_msa.ops.sparse_decode import reference_fp8
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -142,6 +143,11 @@ def product(x: torch.Tensor, weight: Stored) -> torch.Tensor:
 # Phases
 
 
+def rows_of(batch: Batch) -> Rows:
+    """Request and keys of each row."""
+    return prefill_rows(batch.starts, batch.seq_lens, batch.rows)
+
+
 def norm(weights: LayerWeights, hidden: torch.Tensor, residual: torch.Tensor) -> Regions:
     stream = (hidden.float() + residual.float()).to(BF16)
     x = gemma_norm(stream, weights.vectors["input_norm"], weights.shape.eps).to(BF16)
@@ -165,24 +171,20 @@ def insert(weights: LayerWeights, r: Regions, batch: Batch, caches: Caches) -> R
 
 def score(r: Regions, batch: Batch, index_cache: IndexCache) -> Regions:
     """Keys as the table gives them, queries exact."""
-    scores = index_score_decode(
-        r["index_q"], _table_keys(index_cache), batch.block_table, batch.seq_lens,
-        batch.rows_per_request, backend="reference",
-    )  # fmt: skip
-    return {"scores": scores}
+    keys = _table_keys(index_cache)
+    return {"scores": block_scores(r["index_q"], keys, batch.block_table, rows_of(batch))}
 
 
 def attend(s: Shape, r: Regions, batch: Batch, main_cache: MainCache) -> Regions:
     """`selected`, and `attention` bf16 [rows, q_heads, 128]: the slots' partial results folded."""
-    rows = decode_rows(batch.seq_lens, batch.rows_per_request)
+    rows = rows_of(batch)
     count = rows.num_blocks.to(torch.int32)
     selected = block_topk(
         r["scores"], count, s.topk, s.init_blocks, s.local_blocks, backend="reference"
     )
-    out, _ = reference_fp8.run(
-        r["q"], main_cache, selected, batch.block_table, batch.seq_lens, batch.rows_per_request,
-        HEAD_DIM**-0.5,
-    )  # fmt: skip
+    out, _ = reference_fp8.run_rows(
+        r["q"], main_cache, selected, batch.block_table, rows, HEAD_DIM**-0.5
+    )
     return {"selected": selected, "attention": out.to(BF16)}
 
 

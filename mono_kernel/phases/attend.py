@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
+from flydsl.expr import rocdl
 
 from mono_kernel.phases import exchange
 from mono_kernel.phases.score import row_range
@@ -18,7 +19,7 @@ from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.device.memory import global_address
 from rocm_msa.device.nvfp4 import copy_table
 from rocm_msa.device.topk import ABSENT, order_key, top_candidates
-from rocm_msa.device.wave import WAVE, uniform
+from rocm_msa.device.wave import WAVE, lane_value, uniform
 from rocm_msa.ops.flydsl_page import Format, operands, query_pieces
 from rocm_msa.ops.flydsl_partial import store_pieces
 from rocm_msa.ops.sparse_decode.flydsl_kernel import attend_page
@@ -36,12 +37,12 @@ def load_main_table(ctx):
 
 @flyc.jit
 def attend(ctx, task):
-    s, a = ctx.s, ctx.a
+    s = ctx.s
     parts = s.topk // SLOTS_A_TASK
     part, item = task % parts, task // parts
     row, head = item % ctx.rows, item // ctx.rows
-    request, step = row // a.rows_per_request, row % a.rows_per_request
-    n, blocks, first, end = row_range(ctx, request, step)
+    request, length, behind = _request_of(ctx, row)
+    n, blocks, first, end = row_range(ctx, length, behind, row)
     fx.barrier()  # the task before has read its lists, and the table is there
     chosen = _select(ctx, head, row, blocks, first, end)
     if (part == 0) & (ctx.wave == 0) & (ctx.lane < s.topk):
@@ -59,6 +60,21 @@ def attend(ctx, task):
     store_pieces(ctx.scratch("part_o").at(to * PARTIAL_BYTES), pieces, ctx.lane)
     if ctx.lane < GROUP:
         ctx.scratch("part_x").at(to * (4 * GROUP)).store(x, offset=ctx.lane * 4)
+
+
+def _request_of(ctx, row):
+    """(request of a row, its keys, the row behind its last), scalars.
+
+    Requests lie in lanes, one round to memory; that of the row is the last that begins by then.
+    """
+    a = ctx.a
+    there = ctx.lane < a.requests
+    at = there.select(ctx.lane, fx.Int32(0)) * 4
+    length = global_address(a.seq_lens).load(fx.Int32, offset=at)
+    begin, behind = (global_address(a.starts).load(fx.Int32, offset=at + i) for i in (0, 4))
+    begun = fx.Uint64(rocdl.ballot(fx.Int64.ir_type, (there & (begin <= row)).ir_value()))
+    request = fx.Int32(fx.ctpop(begun)) - 1
+    return request, lane_value(length, request), lane_value(behind, request)
 
 
 @flyc.jit

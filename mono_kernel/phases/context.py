@@ -26,8 +26,8 @@ class Context:
         self._scratch, self._weights = plan.scratch_layout(build, 1), weight_layout(build)
         self.workgroup, self.workgroups = fx.Int32(fx.block_idx.x), a.workgroups
         self.thread, self.lane, self.wave = fx.thread_idx.x, lane_id(), wave_id()
-        self.rows = a.requests * a.rows_per_request
-        self.in_place = plan.in_place(build, self.rows, a.rows_per_request)
+        self.rows = a.rows
+        self.in_place = plan.in_place(build, self.rows, a.most_rows)
         lds = plan.lds_layout(build)
         names = ("table", "work", "choice", "list", "rows")
         self.table, self.work, self.choice, self.list, self.own = lds_regions(

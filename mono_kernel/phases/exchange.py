@@ -100,18 +100,18 @@ def owned(ctx, blocks):
 
 def destinations(ctx, first_row, pairs, first, ends) -> list:
     """Of the lane's column in each tile: (place of block 0, first candidate, their end); nothing is
-    sent of a column that is nobody's. ends: of the candidates of the request's row `step`."""
+    sent of a column that is nobody's. ends: of the candidates of a row."""
     s, found = ctx.s, []
     launch = ctx.a.tag & 1
     for tile in range(s.scored_heads):
         pair = ctx.lane % MAX_ROWS + tile * MAX_ROWS
         mine = (pair < pairs) & (ctx.lane < MAX_ROWS)
         pair = mine.select(pair, fx.Int32(0))
-        step, head = pair // s.scored_heads, pair % s.scored_heads
+        row, head = first_row + pair // s.scored_heads, pair % s.scored_heads
         box = mailbox.mailbox_of(ctx.a, head // s.index_heads)
-        at = _result_at(ctx, launch, head % s.index_heads, first_row + step, fx.Int32(0))
+        at = _result_at(ctx, launch, head % s.index_heads, row, fx.Int32(0))
         found.append((box.at(at), mine.select(first, fx.Int32(0)),
-                      mine.select(ends(step), fx.Int32(0))))  # fmt: skip
+                      mine.select(ends(row), fx.Int32(0))))  # fmt: skip
     return found
 
 

@@ -28,14 +28,22 @@ from rocm_msa.ops.flydsl_index_score import Keys, columns, score_block
 _KIND = SimpleNamespace(kind="nvfp4", query="bf16")
 
 
-def row_range(ctx, request, step):
-    """(keys that row `step` of a request sees, its causal blocks, kept first, end of candidates).
+def span(ctx, request):
+    """(keys of a request, its first row, the row behind its last), scalars."""
+    a, at = ctx.a, fx.Int64(request) * 4
+    length = global_address(a.seq_lens).uniform(fx.Int32, offset=at)
+    starts = global_address(a.starts)
+    return length, starts.uniform(fx.Int32, offset=at), starts.uniform(fx.Int32, offset=at + 4)
 
+
+def row_range(ctx, length, behind, row):
+    """(keys that a row sees, its causal blocks, kept first, end of candidates).
+
+    length: keys of its request, whose last row is `behind` - 1; a row from there on is padding.
     The row's candidates are the blocks [first, end); 0..first - 1 and end..blocks - 1 are kept.
     """
     s, a = ctx.s, ctx.a
-    n = global_address(a.seq_lens).uniform(fx.Int32, offset=fx.Int64(request) * 4)
-    n = fx.max(n - a.rows_per_request + step + 1, fx.Int32(0))
+    n = (row < behind).select(fx.max(length - (behind - 1 - row), fx.Int32(0)), fx.Int32(0))
     blocks = fx.min((n + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS, a.max_blocks)
     first = fx.min(fx.Int32(s.init_blocks), blocks)
     return n, blocks, first, fx.max(blocks - s.local_blocks, first)
@@ -69,12 +77,13 @@ def score(ctx):
     mine = ctx.workgroup * WAVES + ctx.wave + waves * MAX_ROWS
     for request in range(fx.Int32(0), a.requests, fx.Int32(1)):
         request = fx.Int32(request)
-        n, _, _, end = row_range(ctx, request, a.rows_per_request - 1)
+        length, _, behind = span(ctx, request)
+        _, _, _, end = row_range(ctx, length, behind, behind - 1)
         if fx.const_expr(s.exchange):
             end = exchange.owned(ctx, end)
         begin = (mine - request * WAVES) % waves
         if begin < end:
-            _score_request(ctx, arguments, keys, request, n, begin, end)
+            _score_request(ctx, arguments, keys, request, begin, end)
 
 
 @flyc.jit
@@ -88,17 +97,18 @@ def _own_queries(ctx, place):
 
 
 @flyc.jit
-def _score_request(ctx, a, keys, request, n, begin, end):
-    """This wave's blocks of a request whose last row sees `n` keys."""
-    per = ctx.a.rows_per_request
+def _score_request(ctx, a, keys, request, begin, end):
+    """This wave's blocks of a request."""
+    length, first_row, behind = span(ctx, request)
     tiles = ctx.s.scored_heads  # of 16 (row, head) pairs: as many as 16 rows need
-    pairs = per * ctx.s.scored_heads
-    own = columns(_KIND, tiles, a, fx.Int64(request * per), n - per + 1, pairs)
+    pairs = (behind - first_row) * ctx.s.scored_heads
+    first_length = length - (behind - 1 - first_row)
+    own = columns(_KIND, tiles, a, fx.Int64(first_row), first_length, pairs)
     at = fx.Int64(request) * fx.Int64(ctx.a.max_blocks) * 4
     table_row = global_address(ctx.a.block_table).at(at)
     if fx.const_expr(ctx.s.exchange):
-        first, ends = ctx.s.init_blocks, _ends(ctx, request)
-        to = exchange.destinations(ctx, request * per, pairs, fx.Int32(first), ends)
+        first, ends = fx.Int32(ctx.s.init_blocks), _ends(ctx, length, behind)
+        to = exchange.destinations(ctx, first_row, pairs, first, ends)
         for number in range(begin, end, ctx.workgroups * WAVES):
             block = fx.Int32(number) * ctx.s.tp + ctx.a.rank
             exchange.send_scores(ctx, a, keys, own, to, table_row, block)
@@ -107,9 +117,9 @@ def _score_request(ctx, a, keys, request, n, begin, end):
             score_block(a, keys, own, table_row, fx.Int32(block), masked=False)
 
 
-def _ends(ctx, request):
+def _ends(ctx, length, behind):
     """The end of the candidates of each row of a request, a value that may differ by lane."""
-    return lambda step: row_range(ctx, request, step)[-1]
+    return lambda row: row_range(ctx, length, behind, row)[-1]
 
 
 def _mine(ctx, name: str, heads: int) -> Bytes:

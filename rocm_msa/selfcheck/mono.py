@@ -8,6 +8,7 @@ key whose norm differs in its last bit has other codes.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,11 @@ SIZES = {
     "dense_layers": 0,
     "vocab_size": 768,
 }
-BATCHES = {"2 requests of 2 rows": ([642, 129], 2), "16 requests of 1 row": ([130] * 16, 1)}
+BATCHES = {
+    "2 requests of 2 rows": ([642, 129], [2, 2]),
+    "16 requests of 1 row": ([130] * 16, [1] * 16),
+    "requests of 1, 4 and 2 rows": ([642, 130, 7], [1, 4, 2]),
+}
 MAX_BLOCKS, MAX_POSITION, PATIENCE_MS = 16, 4096, 1000
 OUTPUT, CACHE = 2.0**-7, 2e-3
 
@@ -83,7 +88,7 @@ def checks(
             yield Check("mono layer", f"{layout} weights, {name}", fault)
 
 
-def _batch(lens: list[int], rows: int) -> tuple[Batch, int]:
+def _batch(lens: list[int], rows: list[int]) -> tuple[Batch, int]:
     """(the batch, pages of its caches)."""
     blocks = [-(-n // BLOCK) for n in lens]
     pages = sum(blocks) + 2
@@ -92,12 +97,14 @@ def _batch(lens: list[int], rows: int) -> tuple[Batch, int]:
     for request, count in enumerate(blocks):
         first = sum(blocks[:request])
         table[request, :count] = order[first : first + count]
-    at = [(r, n - rows + i) for r, n in enumerate(lens) for i in range(rows)]
+    at = [(r, n - rows[r] + i) for r, n in enumerate(lens) for i in range(rows[r])]
+    starts = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
     slots = torch.tensor([int(table[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in at])
     angle = torch.arange(MAX_POSITION)[:, None] * 5e6 ** -(torch.arange(32) / 32.0)
     batch = Batch(
         torch.tensor([p for _, p in at]), slots, slots.clone(), table,
-        torch.tensor(lens, dtype=torch.int32), rows, torch.cat([angle.cos(), angle.sin()], 1),
+        torch.tensor(lens, dtype=torch.int32), starts, max(rows),
+        torch.cat([angle.cos(), angle.sin()], 1),
     )  # fmt: skip
     return batch, pages
 
@@ -109,7 +116,7 @@ def _caches(shape: Shape, batch: Batch, pages: int) -> tuple[MainCache, IndexCac
         IndexCache.allocate(pages, "nvfp4"),
     )
     for request, n in enumerate(batch.seq_lens.tolist()):
-        old = torch.arange(n - batch.rows_per_request)
+        old = torch.arange(n - int(batch.starts[request + 1] - batch.starts[request]))
         slots = batch.block_table[request].long()[old // BLOCK] * BLOCK + old % BLOCK
         k, v = (normal(10 * request + i, len(old), shape.kv_heads, 128).float() for i in (1, 2))
         main.write(k, v, slots)
@@ -117,7 +124,7 @@ def _caches(shape: Shape, batch: Batch, pages: int) -> tuple[MainCache, IndexCac
     return main, index
 
 
-def _fault(runner: MonoRunner, weights: LayerWeights, lens, rows: int, device) -> str | None:
+def _fault(runner: MonoRunner, weights: LayerWeights, lens, rows: list[int], device) -> str | None:
     batch, pages = _batch(lens, rows)
     width = weights.shape.hidden
     hidden, residual = normal(1, batch.rows, width), normal(2, batch.rows, width)

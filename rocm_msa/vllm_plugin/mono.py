@@ -1,10 +1,10 @@
 """The mono kernel inside vLLM: which steps take it, with what weights, and how a fault ends.
 
-With the flag `mono` (docs/mono.md), a step of at most 16 decode rows and nothing else runs every
-layer of sparse attention and experts as one launch of mono_kernel; every other step takes the
-ordinary layers. Both read and write the same caches, hidden states and residual, so that they
-follow each other within a request. `path_of` decides from sizes that all ranks of the group share.
-Each step is counted in `steps`, the first of each reason logged.
+With the flag `mono` (docs/mono.md), a step of at most 16 rows, however they are shared out among
+requests, runs every layer of sparse attention and experts as one launch of mono_kernel; every other
+step takes the ordinary layers. Both read and write the same caches, hidden states and residual, so
+that they follow each other within a request. `path_of` decides from sizes that all ranks of the
+group share. Each step is counted in `steps`, the first of each reason logged.
 
 mono_kernel is imported only where the flag asks for it.
 """
@@ -56,14 +56,16 @@ _GPU_PATIENCE_MS = 20_000
 class StepSize:
     """What every rank of the group knows alike of a step, without a look at the device.
 
-    tokens: rows of the hidden states. requests, rows_per_request: of the decode rows. prefills:
-    requests that bring another number of rows. max_blocks: width of the block table.
+    tokens: rows of the hidden states. requests, rows: of the step. most_rows: bound of a request's;
+    1 where none has more. ragged: not all are known to have equally many. max_blocks: width of the
+    block table.
     """
 
     tokens: int
     requests: int
-    rows_per_request: int
-    prefills: int
+    rows: int
+    most_rows: int
+    ragged: bool
     max_blocks: int
 
 
@@ -75,16 +77,15 @@ def path_of(
     Args:
         share_from: blocks from which the ranks share the index scan; None: they never do.
     """
-    if size is None:
+    if size is None or not size.requests:
         return "layers", "profile"
-    if size.prefills or not size.requests:
-        return "layers", "prefill"
-    if max(size.tokens, size.requests * size.rows_per_request) > most_rows:
-        return "layers", "rows"
+    if max(size.tokens, size.rows, size.requests) > most_rows:
+        return "layers", "prefill" if size.ragged else "rows"
     if size.max_blocks > most_blocks:
         return "layers", "blocks"
-    shared = share_from is not None and size.max_blocks >= share_from
-    return "mono", "shared" if shared else "decode"
+    if share_from is not None and size.max_blocks >= share_from:
+        return "mono", "shared"
+    return "mono", "ragged" if size.ragged else "decode"
 
 
 def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> Mono | None:
@@ -114,7 +115,7 @@ def start(serving: Serving, vllm_config: Any, attention: list[MsaAttention]) -> 
     layers = {number: attention[number] for number in numbers}
     mono = Mono(shape, runner, layers, max_blocks, sharing, serving.options)
     logger.info(
-        "%s: decode steps of up to %d rows run %d layers as one launch each (%s, the index scan of "
+        "%s: steps of up to %d rows run %d layers as one launch each (%s, the index scan of "
         "long contexts %s)",
         *(FLAG, mono.most_rows, len(numbers), type(runner).__name__),
         "by each rank alone" if sharing is None else "shared by the ranks",
@@ -221,7 +222,7 @@ class Mono:
         if path != "mono":
             return None
         runner = self.sharing if reason == "shared" else self.runner
-        return Step(self, runner, positions, slots, metadata.decode)
+        return Step(self, runner, positions, slots, metadata, size)
 
     def _share_from(self, size: StepSize | None) -> int | None:
         if self.sharing is None or size is None or not size.requests:
@@ -230,8 +231,7 @@ class Mono:
             return self.min_blocks
         from mono_kernel.plan import exchange_threshold
 
-        rows = size.requests * size.rows_per_request
-        return exchange_threshold(self.shape, size.requests, rows)
+        return exchange_threshold(self.shape, size.requests, size.rows)
 
     def run(
         self,
@@ -285,11 +285,12 @@ class Step:
         runner: Any,
         positions: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
-        part: Part,
+        metadata: MsaMetadata,
+        size: StepSize,
     ) -> None:
-        self.mono, self.runner = mono, runner
-        self.positions, self.slots, self.part = positions, slots, part
-        self.table = part.block_table.contiguous()
+        self.mono, self.runner, self.size = mono, runner, size
+        self.positions, self.slots = positions, slots
+        self.paging = _paging(metadata)
 
     def layer(self, number: int) -> Any:
         """`(positions, hidden, residual) -> (hidden, residual)` of a layer; None: the ordinary."""
@@ -300,31 +301,48 @@ class Step:
     ) -> tuple:
         if residual is None:
             residual = torch.zeros_like(hidden)
-        rows = self.part.tokens
-        batch, tail = self._batch(number), hidden.shape[0] - rows.stop
+        rows = slice(self.size.rows)
+        batch, tail = self._batch(number), hidden.shape[0] - self.size.rows
         outs = self.mono.run(self.runner, number, batch, hidden[rows], residual[rows])
         return tuple(F.pad(out, (0, 0, 0, tail)) for out in outs) if tail else outs
 
     def _batch(self, number: int) -> Batch:
         from mono_kernel.batch import Batch
 
-        attention, part = self.mono.layers[number], self.part
-        rows = part.tokens  # what vLLM gives may be longer
+        attention = self.mono.layers[number]
+        rows = slice(self.size.rows)  # what vLLM gives may be longer
         return Batch(
             self.positions[rows],
             self.slots[attention.layer_name][rows],
             self.slots[attention.index_cache.layer_name][rows],
-            self.table,
-            part.seq_lens,
-            part.rows_per_request,
+            *self.paging,
+            self.size.most_rows,
             attention.rotary_emb.cos_sin_cache,
         )
 
 
+def _parts(metadata: MsaMetadata) -> list[Part]:
+    return [part for part in (metadata.decode, metadata.prefill) if part is not None]
+
+
+def _paging(metadata: MsaMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(block_table, seq_lens, starts) of mono_kernel.batch.Batch."""
+    parts = _parts(metadata)
+    if len(parts) == 1:
+        return parts[0].block_table.contiguous(), parts[0].seq_lens, parts[0].cu_seqlens_q
+    decode, prefill = parts
+    return (
+        torch.cat([decode.block_table, prefill.block_table]),
+        torch.cat([decode.seq_lens, prefill.seq_lens]),
+        torch.cat([decode.cu_seqlens_q, prefill.cu_seqlens_q[1:] + prefill.tokens.start]),
+    )
+
+
 def size_of(metadata: MsaMetadata, tokens: int) -> StepSize:
     """tokens: rows of the hidden states, padding included."""
-    decode, prefill = metadata.decode, metadata.prefill
-    requests, blocks = (0, 0) if decode is None else decode.block_table.shape
-    rows = 0 if decode is None else decode.rows_per_request
-    prefills = 0 if prefill is None else prefill.block_table.shape[0]
-    return StepSize(tokens, requests, rows, prefills, blocks)
+    parts = _parts(metadata)
+    if not parts:
+        return StepSize(tokens, 0, 0, 0, False, 0)
+    requests, blocks = sum(p.block_table.shape[0] for p in parts), parts[0].block_table.shape[1]
+    rows, per = parts[-1].tokens.stop, parts[-1].rows_per_request
+    return StepSize(tokens, requests, rows, per or rows, per is None, blocks)

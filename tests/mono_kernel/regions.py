@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from mono_kernel import reference
-from rocm_msa.ops.rows import decode_rows
 from tests.mono_kernel.emulated import Group
 
 HALF_UNIT, SUM, LOGITS = 2.0**-7, 2.0**-16, 2.0**-12
@@ -89,7 +88,7 @@ def _check_attention(group: Group, rank: int, r: reference.Regions) -> None:
         assert (ours.pages != theirs.pages).sum() <= FLIPPED * written
     # From here on with the kernel's own caches.
     main, index = group.ranks[rank].caches
-    rows = decode_rows(batch.seq_lens, batch.rows_per_request)
+    rows = reference.rows_of(batch)
     live = torch.arange(r["scores"].shape[-1]) < rows.num_blocks[:, None] - w.shape.local_blocks
     scores = reference.score(r, batch, index)["scores"]
     largest = scores[:, live].abs().max() if live.any() else 0.0

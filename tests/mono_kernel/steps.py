@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,23 +24,24 @@ SPARE = 3  # pages that belong to nobody
 
 
 class Step:
-    """Requests of `lens` tokens, the last `rows_per_request` of them this step's rows.
+    """Requests of `lens` tokens, the last `rows` of them this step's rows: of each, or of all.
 
     What lies in the caches before is random (`_history`) or given (`fill`, `next`). Memory of
-    nobody is poison. A length of 0 is a padded request. room: tokens that may follow. layer: has
-    weights and a history of its own, and the same pages.
+    nobody is poison. A length of 0 is a padded request. padding: rows behind the last request's.
+    room: tokens that may follow. layer: has weights and a history of its own, and the same pages.
     """
 
     def __init__(
-        self, layout: str, tp: int, lens, rows_per_request: int = 1, seed: int = 0, room: int = 0,
-        layer: int = 0, exchange: bool = False,
+        self, layout: str, tp: int, lens, rows: int | Sequence[int] = 1, seed: int = 0,
+        room: int = 0, layer: int = 0, exchange: bool = False, padding: int = 0,
     ):  # fmt: skip
-        self.layout, self.tp, self.lens, self.per = layout, tp, list(lens), rows_per_request
+        self.layout, self.tp, self.lens, self.padding = layout, tp, list(lens), padding
+        self.per = [rows] * len(self.lens) if isinstance(rows, int) else list(rows)
         self.seed, self.room, self.layer = seed, room, layer
         self.weights = [self._weights(rank) for rank in range(tp)]
         self.shape = replace(self.weights[0].shape, exchange=exchange)
         self.weights = [replace(w, shape=self.shape) for w in self.weights]
-        rows = len(self.lens) * self.per
+        rows = sum(self.per) + padding
         self.hidden = random_values(seed + 1, rows, self.shape.hidden, scale=0.5).bfloat16()
         self.residual = random_values(seed + 2, rows, self.shape.hidden).bfloat16()
         self.table, self.pages = self._table(seed)
@@ -64,14 +67,15 @@ class Step:
 
     def _batch(self) -> Batch:
         positions, slots = [], []
-        for row, n in zip(self.table, self.lens, strict=True):
-            first = max(n - self.per, 0)
-            positions += [min(first + i, MAX_POSITION - 1) for i in range(self.per)]
-            slots += slots_of(row, n)[first:].tolist() if n else [-1] * self.per
-        slots = torch.tensor(slots)
+        for row, n, per in zip(self.table, self.lens, self.per, strict=True):
+            first = max(n - per, 0)
+            positions += [min(first + i, MAX_POSITION - 1) for i in range(per)]
+            slots += slots_of(row, n)[first:].tolist() if n else [-1] * per
+        positions += [0] * self.padding
+        slots = torch.tensor(slots + [-1] * self.padding)
         return Batch(
-            torch.tensor(positions), slots, slots.clone(), self.table, int32(self.lens), self.per,
-            self.cos_sin(),
+            torch.tensor(positions), slots, slots.clone(), self.table, int32(self.lens),
+            int32([0, *itertools.accumulate(self.per)]), max(self.per), self.cos_sin(),
         )  # fmt: skip
 
     def cos_sin(self) -> torch.Tensor:
@@ -86,11 +90,15 @@ class Step:
 
     def _history(self) -> None:
         heads = self.shape.whole_kv_heads
-        for request, n in enumerate(self.lens):
-            old, seed = max(n - self.per, 0), self.seed + 10 * request + 500 * self.layer
+        for request in range(len(self.lens)):
+            old, seed = self.old(request), self.seed + 10 * request + 500 * self.layer
             if old:
                 k, v = (random_values(seed + i, old, heads, DIM) for i in (3, 4))
                 self._write(request, k, v, random_values(seed + 5, old, DIM))
+
+    def old(self, request: int) -> int:
+        """Tokens of a request before this step."""
+        return max(self.lens[request] - self.per[request], 0)
 
     def _write(self, request: int, k, v, index_k) -> None:
         slots = slots_of(self.table[request], k.shape[0])
@@ -101,13 +109,13 @@ class Step:
             index.write(index_k, slots)
 
     def next(self, caches: list[reference.Caches], hidden=None, residual=None) -> Step:
-        """The step after this one, each request with `rows_per_request` more tokens.
+        """The step after this one, each request with as many more tokens as it has rows.
 
         caches: as this step left them; `room` tokens have pages. hidden, residual: else random.
         """
         found = copy.copy(self)
         found.seed = self.seed + 1000
-        found.lens = [n + self.per if n else 0 for n in self.lens]
+        found.lens = [n + per if n else 0 for n, per in zip(self.lens, self.per, strict=True)]
         found.batch = found._batch()
         found.caches = caches
         rows = self.batch.rows
@@ -118,6 +126,20 @@ class Step:
         )
         return found
 
+    def alone(self, request: int) -> Step:
+        """The same step of one of its requests."""
+        found, b = copy.copy(self), self.batch
+        rows = slice(*b.starts[request : request + 2].tolist())
+        found.lens, found.per, found.padding = [self.lens[request]], [self.per[request]], 0
+        found.hidden, found.residual = self.hidden[rows], self.residual[rows]
+        found.table = self.table[request : request + 1]
+        slots = b.main_slots[rows].clone(), b.index_slots[rows].clone()
+        found.batch = Batch(
+            b.positions[rows].clone(), *slots, found.table, int32(found.lens),
+            int32([0, found.per[0]]), found.per[0], b.cos_sin,
+        )  # fmt: skip
+        return found
+
     def fill(self, state, count: int) -> None:
         """The first request's first `count` tokens as the whole-model reference holds them."""
         parts = (state.keys, state.values, state.index_keys)
@@ -125,8 +147,7 @@ class Step:
 
     def prompt(self, request: int) -> torch.Tensor:
         """Hidden states of a request's tokens before this step."""
-        count = max(self.lens[request] - self.per, 0)
-        return random_values(self.seed + 77, count, self.shape.hidden).bfloat16()
+        return random_values(self.seed + 77, self.old(request), self.shape.hidden).bfloat16()
 
     def copies(self, caches=None) -> list[reference.Caches]:
         """Copies of `caches`, by default as they are before the step."""

@@ -18,6 +18,7 @@ from tests.mono_kernel import regions
 from tests.mono_kernel.cases import small_shape
 from tests.mono_kernel.emulated import MAX_BLOCKS, RANDOM, Group
 from tests.mono_kernel.steps import Step
+from tests.mono_kernel.test_layer import RAGGED
 
 SAME = ("index_q", "selected", "residual_out", "hidden_out")
 
@@ -38,13 +39,15 @@ def check(tp: int, lens, per: int, schedule: Schedule = RANDOM) -> None:
 
 
 def test_four_ranks():
-    """21 blocks of one request, fewer than ranks of another."""
-    check(4, [2690, 129], 1)
+    """21 blocks of one request, fewer than ranks of another, and of rows, too."""
+    check(4, [2690, 129], [1, 3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(("lens", "per"), [([642, 129], 2), ([0, 3000], 8), ([130] * 16, 1)])
+@pytest.mark.parametrize(
+    ("lens", "per"), [([642, 129], 2), ([0, 3000], 8), ([130] * 16, 1), RAGGED]
+)
 def test_batches(tp, lens, per):
     check(tp, lens, per)
 

@@ -11,17 +11,36 @@ from tests.mono_kernel.emulated import RANDOM, Group
 from tests.mono_kernel.layers import LAYOUTS
 from tests.mono_kernel.steps import Step
 
+# Four rows over a block's edge; a request that begins here; another without rows.
+RAGGED = ([642, 130, 3, 0, 300], [1, 4, 3, 0, 2])
 
-def check(layout: str, tp: int, lens, per: int, schedule=RANDOM, **options):
-    group = Group(Step(layout, tp, lens=lens, rows_per_request=per, seed=len(lens)))
-    report = group.run(schedule, **options)
+
+def check(layout: str, tp: int, lens, per, schedule=RANDOM, padding: int = 0) -> Group:
+    group = Group(Step(layout, tp, lens=lens, rows=per, seed=len(lens), padding=padding))
+    group.run(schedule)
     regions.check(group)
-    return group, report
+    return group
 
 
 def test_every_region_on_four_ranks():
     """Two requests of two rows: a block edge between rows, a request within its first blocks."""
     check("mxfp4", 4, [642, 129], 2)
+
+
+def test_requests_of_different_rows():
+    """Each has the bits that it has alone, as a batch of one request."""
+    group = check("mxfp4", 2, *RAGGED, padding=2)
+    step = group.step
+    for request in (0, 1, 2, 4):
+        alone = Group(step.alone(request))
+        alone.run()
+        rows = slice(*step.batch.starts[request : request + 2].tolist())
+        for rank in range(2):
+            for name in ("residual_out", "hidden_out"):
+                got, want = group.region(name, rank)[rows], alone.region(name, rank)
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
+            got, want = group.region("selected", rank)[:, rows], alone.region("selected", rank)
+            assert torch.equal(got, want)
 
 
 @pytest.mark.slow
@@ -41,6 +60,9 @@ def test_every_region(layout, tp):
         ([300, 0, 1024], 3),  # a padded request
         ([130] * 16, 1),
         ([3000, 700], 8),
+        RAGGED,
+        ([5000, 2050, 129], [1, 11, 4]),
+        ([12], [12]),  # a whole prompt
     ],
     ids=str,
 )
@@ -51,7 +73,7 @@ def test_batches(lens, per):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=range(len(SCHEDULES)))
 def test_schedules(schedule):
-    first, _ = check("mxfp4", 2, [642, 129], 2, RANDOM)
-    group, _ = check("mxfp4", 2, [642, 129], 2, schedule)
+    first = check("mxfp4", 2, *RAGGED, RANDOM)
+    group = check("mxfp4", 2, *RAGGED, schedule)
     for name in ("residual_out", "hidden_out", "selected"):
         assert torch.equal(group.region(name, 1), first.region(name, 1))

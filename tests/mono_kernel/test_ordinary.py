@@ -39,14 +39,14 @@ def check_ops(group: Group, rank: int) -> None:
         s.q_heads, s.kv_heads, s.index_heads, 128, s.rotary_dim, "nvfp4", "nvfp4",
         has_dense_layers=False,
     )  # fmt: skip
-    paging = (batch.block_table, batch.seq_lens, batch.rows_per_request)
+    paging = (batch.block_table, batch.seq_lens, batch.most_rows)
     with emulated(builds(config), schedule=RANDOM) as reports:
         q, index_q = ops.qkv_insert(
             group.region("projected", rank).contiguous(), norms, batch.cos_sin, batch.positions,
             main, index, batch.main_slots, batch.index_slots, heads, backend="flydsl",
         )  # fmt: skip
         scores = ops.index_score_decode(index_q, index, *paging, backend="flydsl")
-        count = decode_rows(batch.seq_lens, batch.rows_per_request).num_blocks.int()
+        count = decode_rows(batch.seq_lens, batch.most_rows).num_blocks.int()
         selected = ops.block_topk(scores, count, s.topk, backend="flydsl")
         out = ops.sparse_decode(q, main, selected, *paging, 128**-0.5, backend="flydsl")
     assert_clean(reports)
@@ -64,7 +64,7 @@ def check_ops(group: Group, rank: int) -> None:
 
 @pytest.mark.slow
 def test_the_ops_give_the_same_bits():
-    group = Group(Step("mxfp4", 4, lens=[2400, 642], rows_per_request=2, seed=9))
+    group = Group(Step("mxfp4", 4, lens=[2400, 642], rows=2, seed=9))
     group.run()
     check_ops(group, 1)
 

@@ -65,7 +65,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 )
 def test_the_whole_model_reference_agrees(layout, tp):
     """A prompt of 3000 tokens in the caches, then a step of three rows."""
-    step = Step(layout, tp, lens=[3003], rows_per_request=3, seed=tp)
+    step = Step(layout, tp, lens=[3003], rows=3, seed=tp)
     model = OneLayer(layout)
     state, details = {}, Details()
     model.layer(step.prompt(0), 0, state, Details())
@@ -85,16 +85,16 @@ def test_the_whole_model_reference_agrees(layout, tp):
 
 
 def test_ranks_agree_bitwise_and_with_one_rank():
-    alone = Step("mxfp8", 1, lens=[700, 130], rows_per_request=2, seed=5).reference()[0]
-    ranks = Step("mxfp8", 4, lens=[700, 130], rows_per_request=2, seed=5).reference()
+    alone = Step("mxfp8", 1, lens=[700, 130], rows=2, seed=5).reference()[0]
+    ranks = Step("mxfp8", 4, lens=[700, 130], rows=2, seed=5).reference()
     for name in ("residual_out", "hidden_out", "chosen"):
         assert all(torch.equal(r[name], ranks[0][name]) for r in ranks)
         close(ranks[0][name], alone[name], STREAM)
 
 
 def test_padded_rows_change_nothing():
-    short = Step("mxfp8", 1, lens=[700], rows_per_request=2, seed=6)
-    padded = Step("mxfp8", 1, lens=[700, 0], rows_per_request=2, seed=6)
+    short = Step("mxfp8", 1, lens=[700], rows=2, seed=6)
+    padded = Step("mxfp8", 1, lens=[700, 0], rows=2, seed=6)
     one, both = short.reference()[0], padded.reference()[0]
     for name in ("residual_out", "hidden_out"):
         assert torch.equal(both[name][:2], one[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +26,24 @@ from rocm_msa.vllm_plugin.metadata import MsaMetadata, Part
 from rocm_msa.vllm_plugin.mono_loading import LayerCollector
 from tests.ops.cases import int32
 
-# tokens, requests, rows a request, prefills, blocks -> what the step takes
+# tokens, requests, rows, most rows of a request, ragged, blocks -> what the step takes
 SIZES = [
-    ((1, 1, 1, 0, 1), ("mono", "decode")),
-    ((16, 4, 4, 0, 64), ("mono", "decode")),
-    ((16, 16, 1, 0, 64), ("mono", "decode")),
-    ((17, 17, 1, 0, 64), ("layers", "rows")),
-    ((20, 5, 4, 0, 64), ("layers", "rows")),
-    ((5, 1, 1, 1, 64), ("layers", "prefill")),
-    ((300, 0, 0, 2, 0), ("layers", "prefill")),
-    ((8, 3, 1, 0, 64), ("mono", "decode")),
-    ((17, 3, 1, 0, 64), ("layers", "rows")),
-    ((1, 1, 1, 0, 65), ("layers", "blocks")),
+    ((1, 1, 1, 1, False, 1), ("mono", "decode")),
+    ((16, 4, 16, 4, False, 64), ("mono", "decode")),
+    ((16, 16, 16, 1, False, 64), ("mono", "decode")),
+    ((17, 17, 17, 1, False, 64), ("layers", "rows")),
+    ((20, 5, 20, 4, False, 64), ("layers", "rows")),
+    ((5, 2, 5, 5, True, 64), ("mono", "ragged")),
+    ((16, 1, 16, 16, True, 1), ("mono", "ragged")),
+    ((17, 2, 17, 17, True, 64), ("layers", "prefill")),
+    ((17, 2, 5, 5, True, 64), ("layers", "prefill")),
+    ((300, 2, 300, 300, True, 65), ("layers", "prefill")),
+    ((8, 3, 3, 1, False, 64), ("mono", "decode")),
+    ((17, 3, 3, 1, False, 64), ("layers", "rows")),
+    ((8, 17, 8, 1, False, 64), ("layers", "rows")),
+    ((1, 1, 1, 1, False, 65), ("layers", "blocks")),
+    ((5, 2, 5, 5, True, 65), ("layers", "blocks")),
+    ((4, 0, 0, 0, False, 0), ("layers", "profile")),
     (None, ("layers", "profile")),
 ]
 
@@ -47,13 +54,17 @@ def test_the_path_of_a_step(size, path):
 
 
 def test_long_contexts_share_the_scan_where_that_is_asked_for():
-    size = mono.StepSize(4, 4, 1, 0, 40)
+    size = mono.StepSize(4, 4, 4, 1, False, 40)
     assert mono.path_of(size, 16, 64, 41) == ("mono", "decode")
     assert mono.path_of(size, 16, 64, 40) == ("mono", "shared")
-    assert mono.path_of(mono.StepSize(17, 17, 1, 0, 40), 16, 64, 40) == ("layers", "rows")
+    ragged = mono.StepSize(4, 2, 4, 4, True, 40)
+    assert mono.path_of(ragged, 16, 64, 41) == ("mono", "ragged")
+    assert mono.path_of(ragged, 16, 64, 40) == ("mono", "shared")
+    assert mono.path_of(mono.StepSize(17, 17, 17, 1, False, 40), 16, 64, 40)[0] == "layers"
 
 
 def part(requests: int, rows: int, blocks: int = 3) -> Part:
+    """Of a decode batch."""
     tokens = requests * rows
     return Part(
         slice(0, tokens),
@@ -65,11 +76,26 @@ def part(requests: int, rows: int, blocks: int = 3) -> Part:
     )
 
 
+def prefill(first: int, *rows: int, blocks: int = 3) -> Part:
+    """Requests of so many rows each, from row `first` of the batch on."""
+    starts = [0, *itertools.accumulate(rows)]
+    return Part(
+        slice(first, first + starts[-1]),
+        torch.arange(10, 10 + len(rows) * blocks, dtype=torch.int32).view(-1, blocks),
+        int32([100 * n for n in rows]),
+        int32(starts),
+        int32([blocks] * starts[-1]),
+    )
+
+
 def test_sizes_come_from_the_metadata():
-    both = MsaMetadata(140, part(2, 4), part(3, 44, 2))
-    assert mono.size_of(both, 140) == mono.StepSize(140, 2, 4, 3, 3)
-    assert mono.size_of(MsaMetadata(8, part(2, 4), None), 8) == mono.StepSize(8, 2, 4, 0, 3)
-    assert mono.size_of(MsaMetadata(5, None, part(1, 5)), 5) == mono.StepSize(5, 0, 0, 1, 0)
+    both = MsaMetadata(14, part(2, 4), prefill(8, 1, 5))
+    assert mono.size_of(both, 16) == mono.StepSize(16, 4, 14, 14, True, 3)
+    uniform = mono.StepSize(9, 2, 8, 4, False, 3)
+    assert mono.size_of(MsaMetadata(8, part(2, 4), None), 9) == uniform
+    alone = mono.StepSize(5, 1, 5, 5, True, 3)
+    assert mono.size_of(MsaMetadata(5, None, prefill(0, 5)), 5) == alone
+    assert mono.size_of(MsaMetadata(0, None, None), 4).requests == 0
 
 
 POSITIONS = torch.arange(32)
@@ -165,10 +191,29 @@ def test_rows_behind_the_requests_are_padding(served):
     assert served.runner.launches[0][2].rows == 4
 
 
+def test_a_step_of_requests_with_different_rows(served, caplog):
+    """Both parts of the metadata are one batch, in which each request keeps its rows."""
+    hidden = torch.ones(8, 8).bfloat16()
+    during(served, MsaMetadata(8, part(2, 1), prefill(2, 4, 2)))
+    served.begin(POSITIONS, hidden).layer(1)(POSITIONS, hidden, hidden)
+    batch = served.runner.launches[0][2]
+    assert (batch.rows, batch.most_rows) == (8, 8)
+    assert batch.starts.tolist() == [0, 1, 2, 6, 8] and batch.starts.dtype == torch.int32
+    assert batch.seq_lens.tolist() == [384, 384, 400, 200]
+    assert batch.block_table.tolist() == [[0] * 3, [0] * 3, [10, 11, 12], [13, 14, 15]]
+    during(served, MsaMetadata(6, None, prefill(0, 6)))
+    served.begin(POSITIONS, hidden[:6]).layer(2)(POSITIONS, hidden[:6], hidden[:6])
+    batch = served.runner.launches[1][2]
+    assert (batch.rows, batch.starts.tolist()) == (6, [0, 6])
+    assert torch.equal(batch.main_slots, slots_of("2.attn")[:6])
+    assert mono.steps == {("mono", "ragged"): 2}
+    assert caplog.text.count("step mono (ragged)") == 1
+
+
 def test_steps_of_other_kinds_and_without_caches_take_the_layers(served, caplog):
-    during(served, MsaMetadata(6, part(1, 1), part(1, 5)))
+    during(served, MsaMetadata(17, part(1, 1), prefill(1, 16)))
     for _ in range(2):
-        assert served.begin(POSITIONS, torch.ones(6, 8)) is None
+        assert served.begin(POSITIONS, torch.ones(17, 8)) is None
     served.context = SimpleNamespace(attn_metadata=None, slot_mapping=None)
     assert served.begin(POSITIONS, torch.ones(6, 8)) is None
     assert mono.steps == {("layers", "prefill"): 2, ("layers", "profile"): 1}
@@ -186,7 +231,7 @@ def test_a_fault_is_raised_at_the_next_step_whatever_its_path_and_counted(served
     words = r"rank 2 waited in vain for rank 3 at the sum over ranks in phase down .generation 11."
     with pytest.raises(MonoError, match=words):
         step.layer(1)(POSITIONS, hidden, hidden)
-    during(served, MsaMetadata(2, None, part(1, 2)))
+    during(served, MsaMetadata(17, None, prefill(0, 17)))
     with pytest.raises(MonoError, match=words):
         served.begin(POSITIONS, hidden)
     site = ("the sum over ranks in phase down",)

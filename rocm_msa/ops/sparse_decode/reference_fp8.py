@@ -22,7 +22,7 @@ from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.cache.paged import MainCache
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.formats import nvfp4_lut
-from rocm_msa.ops.rows import decode_rows
+from rocm_msa.ops.rows import Rows, decode_rows
 
 P_SHIFT = 8
 LOG2E = 1.4426950408889634
@@ -43,6 +43,19 @@ def run(
     fold: exponent of the table, for NVFP4 pages.
     """
     rows = decode_rows(seq_lens, rows_per_request)
+    return run_rows(q, cache, block_ids, block_table, rows, sm_scale, fold)
+
+
+def run_rows(
+    q: torch.Tensor,
+    cache: MainCache,
+    block_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: Rows,
+    sm_scale: float,
+    fold: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run` for rows of any request."""
     group = q.shape[1] // cache.kv_heads
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)

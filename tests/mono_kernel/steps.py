@@ -21,6 +21,8 @@ from tests.ops.cases import empty_cache, int32, random_values, slots_of
 DIM, BLOCK = 128, 128
 MAX_POSITION = 4096
 SPARE = 3  # pages that belong to nobody
+# Lengths and rows: four rows over a block's edge; a request that begins here; one without rows.
+RAGGED = ([642, 130, 3, 0, 300], [1, 4, 3, 0, 2])
 
 
 class Step:
@@ -126,17 +128,18 @@ class Step:
         )
         return found
 
-    def alone(self, request: int) -> Step:
-        """The same step of one of its requests."""
+    def alone(self, request: int, row: int | None = None) -> Step:
+        """The same step of one of its requests, or of one of its rows alone."""
         found, b = copy.copy(self), self.batch
-        rows = slice(*b.starts[request : request + 2].tolist())
-        found.lens, found.per, found.padding = [self.lens[request]], [self.per[request]], 0
+        first, behind = b.starts[request : request + 2].tolist()
+        rows = slice(first, behind) if row is None else slice(row, row + 1)
+        count = rows.stop - rows.start
+        found.lens, found.per = [self.lens[request] - (behind - rows.stop)], [count]
         found.hidden, found.residual = self.hidden[rows], self.residual[rows]
-        found.table = self.table[request : request + 1]
-        slots = b.main_slots[rows].clone(), b.index_slots[rows].clone()
+        found.table, found.padding = self.table[request : request + 1], 0
         found.batch = Batch(
-            b.positions[rows].clone(), *slots, found.table, int32(found.lens),
-            int32([0, found.per[0]]), found.per[0], b.cos_sin,
+            b.positions[rows], b.main_slots[rows], b.index_slots[rows], found.table,
+            int32(found.lens), int32([0, count]), count, b.cos_sin,
         )  # fmt: skip
         return found
 

@@ -17,8 +17,7 @@ from tests.launcher.emulated import SCHEDULES
 from tests.mono_kernel import regions
 from tests.mono_kernel.cases import small_shape
 from tests.mono_kernel.emulated import MAX_BLOCKS, RANDOM, Group
-from tests.mono_kernel.steps import Step
-from tests.mono_kernel.test_layer import RAGGED
+from tests.mono_kernel.steps import RAGGED, Step
 
 SAME = ("index_q", "selected", "residual_out", "hidden_out")
 

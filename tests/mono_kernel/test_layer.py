@@ -9,10 +9,7 @@ from tests.launcher.emulated import SCHEDULES
 from tests.mono_kernel import regions
 from tests.mono_kernel.emulated import RANDOM, Group
 from tests.mono_kernel.layers import LAYOUTS
-from tests.mono_kernel.steps import Step
-
-# Four rows over a block's edge; a request that begins here; another without rows.
-RAGGED = ([642, 130, 3, 0, 300], [1, 4, 3, 0, 2])
+from tests.mono_kernel.steps import RAGGED, Step
 
 
 def check(layout: str, tp: int, lens, per, schedule=RANDOM, padding: int = 0) -> Group:
@@ -41,6 +38,20 @@ def test_requests_of_different_rows():
                 assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
             got, want = group.region("selected", rank)[:, rows], alone.region("selected", rank)
             assert torch.equal(got, want)
+
+
+def test_padding_rows_hold_anything():
+    """Rows behind the last request's: NaN there changes no bit of the others, nor of the caches."""
+    found = []
+    for value in (0.5, float("nan")):
+        step = Step("mxfp4", 2, *RAGGED, seed=5, padding=3)
+        step.hidden[-3:], step.residual[-3:] = value, value
+        group = Group(step)
+        group.run()
+        assert (group.region("selected", 1)[:, -3:] == -1).all()
+        outs = [group.region(name, 1)[:-3] for name in ("residual_out", "hidden_out")]
+        found.append([*outs, *[cache.pages for r in group.ranks for cache in r.caches]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.slow

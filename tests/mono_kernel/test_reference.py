@@ -22,7 +22,7 @@ from rocm_msa.checkpoint.read import dequantised_weights
 from rocm_msa.testing.reference_model import Details, ReferenceModel
 from rocm_msa.testing.reference_parts import blocks_to_mask
 from tests.mono_kernel.layers import PREFIX, checkpoint, layer_weights, write
-from tests.mono_kernel.steps import Step
+from tests.mono_kernel.steps import RAGGED, Step
 
 STREAM, EXPERTS = 2.0**-6, 2.0**-5
 
@@ -99,6 +99,27 @@ def test_padded_rows_change_nothing():
     for name in ("residual_out", "hidden_out"):
         assert torch.equal(both[name][:2], one[name])
     assert (both["selected"][:, 2:] == -1).all() and (both["attention"][2:] == 0).all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_of_different_requests_have_the_bits_of_one_row_after_another(tp):
+    """Over a block's edge, from a request's first token on, and with padding that holds NaN."""
+    step = Step("mxfp4", tp, *RAGGED, seed=6, padding=2)
+    step.hidden[-2:] = float("nan")
+    caches = step.copies()
+    found = step.reference(caches)
+    singly = step.copies()
+    for request in range(len(step.lens)):
+        for row in range(*step.batch.starts[request : request + 2].tolist()):
+            want = step.alone(request, row).reference(singly)
+            for got, wanted in zip(found, want, strict=True):
+                for name in ("residual_out", "hidden_out", "chosen", "q"):
+                    assert torch.equal(got[name][row], wanted[name][0]), (row, name)
+                assert torch.equal(got["selected"][:, row], wanted["selected"][:, 0])
+    for got, wanted in zip(caches, singly, strict=True):
+        assert all(torch.equal(a.pages, b.pages) for a, b in zip(got, wanted, strict=True))
+    for r in found:
+        assert (r["selected"][:, -2:] == -1).all() and (r["attention"][-2:] == 0).all()
 
 
 def test_two_terms_hold_bf16_exactly():

@@ -158,7 +158,7 @@ def test_a_prompt_read_in_chunks_beside_a_decoding_request(quantised, monkeypatc
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
-    asked = [prompt(40, 1), prompt(300, 2)]
+    asked = [prompt(40, 1), prompt(300, 2), prompt(130, 3)]
     with engine(quantised, **MONO, max_num_batched_tokens=128, max_num_seqs=8) as llm:
         run = llm.llm_engine
         with seeing(llm, monkeypatch, compare=True) as seen:
@@ -172,12 +172,18 @@ def test_a_prompt_read_in_chunks_beside_a_decoding_request(quantised, monkeypatc
             for _ in range(4):
                 step()
             run.add_request("second", {"prompt_token_ids": asked[1]}, params)
+            for _ in range(4):
+                step()
+            run.add_request("third", {"prompt_token_ids": asked[2]}, params)
             while run.has_unfinished_requests():
                 step()
     kinds = [path for path, _ in seen.paths]
     assert kinds[:4] == ["layers", "mono", "mono", "mono"]
     assert kinds[4:7] == ["layers"] * 3  # 127, 127 and 46 tokens of the second beside one
-    assert set(kinds[7:]) == {"mono"} and len(kinds) > 12
+    # 126 tokens of the third beside two, then the 4 that are left.
+    assert kinds[7:10] == ["mono", "layers", "mono"] and seen.paths[9] == ("mono", 6)
+    assert set(kinds[9:]) == {"mono"} and len(kinds) > 12
+    assert mono.steps["mono", "ragged"] == 1
     assert {len(found) for found in tokens.values()} == {12}
     close(seen)
 
@@ -193,6 +199,31 @@ def test_rows_of_drafts_take_the_mono_path(quantised, monkeypatch):
     close(seen)
     assert len(answers[0].tokens) == 6
     judged(quantised, [every], answers)
+
+
+def test_requests_with_and_without_drafts_share_a_step(quantised, monkeypatch):
+    """One has drafts after every token, the other after none; the last step has one request."""
+    every = (torch.randperm(1021, generator=torch.Generator().manual_seed(3)) + 3).tolist()
+    asked = [every, [7]]
+    options = MONO | {"speculative_config": NGRAM}
+    with engine(quantised, **options) as llm, seeing(llm, monkeypatch, compare=True) as seen:
+        answers = generate(llm, asked, 4)
+    assert seen.paths[:2] == [("layers", 1022), ("mono", 5)]
+    assert {path for path, _ in seen.paths[1:]} == {"mono"}
+    assert mono.steps["mono", "ragged"] >= 1
+    close(seen)
+    judged(quantised, asked, answers)
+
+
+def test_prompts_of_a_few_tokens_take_the_mono_path(quantised, monkeypatch):
+    """Over a handful of keys the roundings to E4M3 do not average out: not held to LAYER."""
+    asked = [prompt(9, 1), prompt(4, 2), prompt(1, 3)]
+    with engine(quantised, **MONO) as llm, seeing(llm, monkeypatch, compare=True) as seen:
+        answers = generate(llm, asked, 3)
+    assert seen.paths == [("mono", 14), ("mono", 3), ("mono", 3)]
+    assert mono.steps == {("mono", "ragged"): 1, ("mono", "decode"): 2}
+    assert torch.tensor(seen.layers).max() < ROUTED
+    judged(quantised, asked, answers)
 
 
 @pytest.mark.slow

@@ -196,12 +196,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one GPU, in bytes. `reserve` is for activations, graphs and the runtime."""
+    """Memory of one GPU, in bytes. `reserve` is for activations, graphs and the runtime; `mono` for
+    the weights that the mono kernel has a second time."""
 
     total: int
     utilization: float
     weights: int
     reserve: int = 0
+    mono: int = 0
 
     def __post_init__(self) -> None:
         refusals = Refusals("cannot plan the memory")
@@ -212,6 +214,7 @@ class Memory:
         )
         refusals.check(self.weights >= 0, expect("weights", ">= 0 bytes", self.weights))
         refusals.check(self.reserve >= 0, expect("reserve", ">= 0 bytes", self.reserve))
+        refusals.check(self.mono >= 0, expect("mono", ">= 0 bytes", self.mono))
         refusals.raise_if_any()
         if self.kv_bytes <= 0:
             raise ConfigError(
@@ -221,13 +224,15 @@ class Memory:
 
     @property
     def kv_bytes(self) -> int:
-        return int(self.total * self.utilization) - self.weights - self.reserve
+        return int(self.total * self.utilization) - self.weights - self.mono - self.reserve
 
     def terms(self) -> tuple[Term, ...]:
         usable = int(self.total * self.utilization)
+        again = Term("mono weights", "the mono layers' weights once more", -self.mono)
         return (
             Term("usable", f"{self.utilization:g} of {self.total / 2**30:,.1f} GiB", usable),
             Term("weights", "one rank's share", -self.weights),
+            *([again] if self.mono else []),
             Term("reserve", "activations and runtime", -self.reserve),
             Term("KV cache", "what is left", self.kv_bytes),
         )

@@ -56,6 +56,14 @@ def capacity(
     weight_dtype: Annotated[
         str, typer.Option(help=f"For the estimate: {', '.join(WEIGHT_DTYPES)}.")
     ] = "nvfp4",
+    mono: Annotated[
+        bool,
+        typer.Option(
+            "--mono",
+            help="Count the mono kernel's copy of the weights: in the formats of --model's "
+            "quantization_config, or else of --weight-dtype.",
+        ),
+    ] = False,
     reserve_gib: Annotated[
         float, typer.Option(help="Activations and runtime on a GPU; an assumption.")
     ] = 8.0,
@@ -82,7 +90,9 @@ def capacity(
         if weights_gib is None
         else _gib("--weights-gib", weights_gib)
     )
-    memory = Memory(total, gpu_memory_utilization, weights, _gib("--reserve-gib", reserve_gib))
+    again = _mono_bytes(geometry, tp, model, weight_dtype) if mono else 0
+    reserve = _gib("--reserve-gib", reserve_gib)
+    memory = Memory(total, gpu_memory_utilization, weights, reserve, again)
     contexts = _contexts(context) or [DEFAULT_CONTEXT]
     fits = [[cache.fit(memory.kv_bytes, c) for c in contexts] for cache in caches]
     if plot is not None:
@@ -108,6 +118,22 @@ def capacity(
         _print_row(chosen)
     if plot is not None:
         out().print(f"Plot written to {plot}", markup=False)
+
+
+def _mono_bytes(geometry: ModelConfig, tp: int, model: Path | None, weight_dtype: str) -> int:
+    """What a rank packs for the mono kernel, all layers."""
+    from mono_kernel.checkpoint_formats import LAYOUTS, mono_layers
+    from mono_kernel.shapes import Shape
+    from mono_kernel.weights import weight_layout
+    from rocm_msa.cli.compile import formats_of_model
+
+    formats = None if model is None else formats_of_model(model, geometry)
+    if formats is None or formats.routed == "bf16":
+        formats = LAYOUTS.get(weight_dtype)
+    if formats is None:
+        wanted = expect("--weight-dtype", f"one of {sorted(LAYOUTS)}", repr(weight_dtype))
+        raise ValueError(f"--mono: {wanted}")
+    return len(mono_layers(geometry)) * weight_layout(Shape.of(geometry, tp, formats)).nbytes
 
 
 def _dtypes(main: str, index: str) -> CacheDTypes:
@@ -231,6 +257,7 @@ def _payload(
         "tensor_parallel_size": caches[0].rank.tp,
         "weights": source,
         "memory": [vars(term) for term in memory.terms()],
+        "mono_weight_bytes": memory.mono,
         "caches": [
             {
                 "main": cache.dtypes.main.value,

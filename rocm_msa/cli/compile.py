@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rocm_msa.arch import GFX950
 from rocm_msa.cli.console import fail, out, table, user_errors
 from rocm_msa.errors import expect
+
+if TYPE_CHECKING:
+    from mono_kernel.shapes import Formats
+    from rocm_msa.config import ModelConfig
 
 
 @user_errors
@@ -85,16 +89,23 @@ def _weight_formats(mono: list[str], geometry, model: Path | None) -> list:
     """How weights are stored, for each --mono; None stands for no mono layer."""
     if not mono:
         return [None]
-    from mono_kernel.checkpoint_formats import LAYOUTS, formats_of_config
+    from mono_kernel.checkpoint_formats import LAYOUTS
 
     found = []
     for name in mono:
         if name == "config" and model is not None:
-            path = model / "config.json" if model.is_dir() else model
-            formats = formats_of_config(json.loads(path.read_text()), geometry)
+            formats = formats_of_model(model, geometry)
         elif name in LAYOUTS:
             formats = LAYOUTS[name]
         else:
             raise fail(expect("--mono", f"one of {sorted(LAYOUTS)}, or config with --model", name))
         found.append((formats.attention, formats.routed, formats.shared))
     return found
+
+
+def formats_of_model(model: Path, geometry: ModelConfig) -> Formats:
+    """How the checkpoint of a config.json, or of its directory, stores the mono layers' weights."""
+    from mono_kernel.checkpoint_formats import formats_of_config
+
+    path = model / "config.json" if model.is_dir() else model
+    return formats_of_config(json.loads(path.read_text()), geometry)

@@ -6,6 +6,9 @@ import random
 import pytest
 from typer.testing import CliRunner
 
+from mono_kernel import reading
+from mono_kernel.checkpoint_formats import formats_of_config, mono_layers
+from mono_kernel.shapes import Shape
 from rocm_msa.cache.dtype import CacheDType
 from rocm_msa.capacity import (
     MINIMAX_M3,
@@ -20,6 +23,7 @@ from rocm_msa.capacity import (
     weight_terms,
 )
 from rocm_msa.checkpoint.make import make_checkpoint
+from rocm_msa.checkpoint.read import open_checkpoint
 from rocm_msa.cli import app
 from rocm_msa.config import ModelConfig
 from rocm_msa.errors import ConfigError
@@ -218,9 +222,48 @@ def test_command_reads_a_checkpoint(tmp_path):
     assert "1..16384" in result.stderr
 
 
+def mono_bytes(*arguments) -> int:
+    data = json.loads(run("--json", "--mono", *arguments).stdout)
+    (term,) = [term for term in data["memory"] if term["name"] == "mono weights"]
+    assert term["nbytes"] == -data["mono_weight_bytes"]
+    plain = json.loads(run("--json", *arguments).stdout)
+    assert plain["mono_weight_bytes"] == 0 and len(data["memory"]) == len(plain["memory"]) + 1
+    left = [{t["name"]: t["nbytes"] for t in d["memory"]}["KV cache"] for d in (plain, data)]
+    assert left[0] - left[1] == data["mono_weight_bytes"]
+    return data["mono_weight_bytes"]
+
+
+@pytest.mark.parametrize(("layout", "gb"), [("mxfp8", 109.2), ("mxfp4", 58.7), ("nvfp4", 60.8)])
+def test_the_mono_kernels_copy_of_the_weights(layout, gb, repo_root):
+    """In gigabytes, as docs/mono.md says."""
+    found = mono_bytes("--weight-dtype", layout)
+    assert f"{found / 1e9:.1f}" == str(gb)
+    assert f"| {layout} | {gb} GB |" in (repo_root / "docs" / "mono.md").read_text()
+
+
+@pytest.mark.parametrize(("layout", "tp"), [("mxfp8", 1), ("mxfp4", 2), ("nvfp4", 2)])
+def test_the_mono_copy_is_what_a_rank_packs(layout, tp, tmp_path):
+    make_checkpoint(tmp_path / "small", "tiny", layout, intermediate_size=256)
+    model = ModelConfig.from_json(tmp_path / "small")
+    opened = open_checkpoint(tmp_path / "small")
+    formats = formats_of_config(opened.config, model)
+    shape, tensors = Shape.of(model, tp, formats), dict(opened)
+    packed = [
+        reading.read_layer(shape, tp - 1, tensors, f"model.layers.{n}").packed().numel()
+        for n in mono_layers(model)
+    ]
+    assert len(packed) == 3
+    # Of another layout than the config's: the config counts.
+    arguments = ("--model", str(tmp_path / "small"), "--tp", str(tp), "--context", "8K")
+    assert mono_bytes(*arguments, "--weight-dtype", "bf16") == sum(packed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--mono", "--weight-dtype", "bf16"], "--mono: --weight-dtype: expected one of ['mxfp4'"),
+        (["--mono", "--tp", "16"], "tp: expected one of (1, 2, 4, 8), got 16"),
+        (["--mono", "--weight-dtype", "mxfp8", "--tp", "2"], "mono weights: -203."),
         (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: cache dtype: expected one of"),
         (["--indexer-kv-dtype", "fp8_e5m2"], "--indexer-kv-dtype: cache dtype"),
         (["--tp", "3"], "num_attention_heads: expected a multiple of 3, got 64"),
@@ -255,7 +298,7 @@ def test_broken_config_names_the_file(tmp_path):
 
 def test_the_document_shows_what_the_command_prints(repo_root):
     text = (repo_root / "docs" / "capacity.md").read_text()
-    for arguments in (["--context", "8K,128K,1M"], ["--explain"]):
+    for arguments in (["--context", "8K,128K,1M"], ["--explain"], ["--mono"]):
         printed = [line.rstrip() for line in run(*arguments).output.splitlines()]
         command = "rocm-msa capacity " + " ".join(arguments)
         shown = text.split(f"$ {command}\n", 1)[1].split("```", 1)[0].splitlines()

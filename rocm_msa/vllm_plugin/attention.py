@@ -36,6 +36,7 @@ from rocm_msa.vllm_plugin import metrics
 from rocm_msa.vllm_plugin.decode_cp import DecodeCp
 from rocm_msa.vllm_plugin.kernels import WarmUp
 from rocm_msa.vllm_plugin.metadata import MsaBackend, MsaMetadata, Part
+from rocm_msa.vllm_plugin.mono import Mono
 from rocm_msa.vllm_plugin.verify import Serving
 
 logger = logging.getLogger("vllm.rocm_msa")
@@ -66,8 +67,9 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     def kv_cache(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
         self.cache = self.view(kv_cache) if kv_cache.numel() else None
-        if self.cache is not None and self.warm_up is not None:
-            self.warm_up.bound(self.layer_name)
+        if self.warm_up is not None:
+            told = self.warm_up.released if self.cache is None else self.warm_up.bound
+            told(self.layer_name)
 
     def view(self, kv_cache: torch.Tensor) -> MainCache | IndexCache:
         """Our cache over the memory `[num_blocks, heads, 128, bytes]` that vLLM gives."""
@@ -104,7 +106,8 @@ class MsaAttention(CacheLayer):
     """Attention of one decoder layer, dense or sparse.
 
     forward(positions int64 [tokens], hidden_states [tokens, hidden]) -> [tokens, hidden].
-    decode_cp: what shares the index scan of decode rows between the ranks; the model sets it.
+    decode_cp: what shares the index scan of decode rows between the ranks; mono: what runs whole
+    layers in one launch. The model sets both; the metadata builder asks them for faults.
     """
 
     def __init__(self, serving: Serving, layer_id: int, prefix: str, quant_config=None) -> None:
@@ -141,6 +144,7 @@ class MsaAttention(CacheLayer):
         self.rotary_emb = _rope(serving)
         self.kv_scales = {"k": 1.0, "v": 1.0}
         self.decode_cp: DecodeCp | None = None
+        self.mono: Mono | None = None
 
     def _qkv_linear(self, quant_config, prefix: str) -> nn.Module:
         model = self.serving.model
@@ -176,9 +180,9 @@ class MsaAttention(CacheLayer):
             state_content_bytes=page.token_bytes // page.kv_heads,
         )
 
-    def share(self, decode_cp: DecodeCp | None, warm_up: WarmUp) -> None:
+    def share(self, decode_cp: DecodeCp | None, warm_up: WarmUp, mono: Mono | None = None) -> None:
         """Take what the layers of a model have in common."""
-        self.decode_cp = decode_cp
+        self.decode_cp, self.mono = decode_cp, mono
         self.warm_up = warm_up
         if self.sparse:
             self.index_cache.warm_up = warm_up

@@ -13,6 +13,8 @@ import torch
 from rocm_msa import aot, launcher
 from rocm_msa.config import BLOCK_TOKENS
 from rocm_msa.ops import dispatch
+from rocm_msa.ops.flydsl_attend import scales_and_table
+from rocm_msa.ops.flydsl_host import keys_of
 from rocm_msa.vllm_plugin import emulated, metrics
 
 if TYPE_CHECKING:
@@ -74,10 +76,14 @@ def _check_ops(serving: Serving) -> None:
 
 
 class WarmUp:
-    """Compiles what Triton will run, when the last cache of the model has got its memory.
+    """When the last cache of the model has got its memory, everything that a step would otherwise
+    do once: compiles what Triton will run, uploads the tables of compiled kernels.
+
+    vLLM may take the caches away again and give others, as after the measurement of graphs.
 
     Args:
-        layers: the attention layers; each calls `bound` with its name, and for its index cache.
+        layers: the attention layers; each calls `bound` or `released` with its name, and for its
+            index cache.
     """
 
     def __init__(self, serving: Serving, vllm_config: Any, layers: Sequence[MsaAttention]) -> None:
@@ -91,8 +97,12 @@ class WarmUp:
         self._waiting = {layer.layer_name for layer in layers}
         self._waiting |= {layer.index_cache.layer_name for layer in layers if layer.sparse}
 
+    def released(self, name: str) -> None:
+        """The cache of layer `name` has lost its memory."""
+        self._waiting.add(name)
+
     def bound(self, name: str) -> None:
-        """The cache of layer `name` has its memory; at the last one, compile."""
+        """The cache of layer `name` has its memory; at the last one, warm up."""
         if name in self._waiting:
             self._waiting.remove(name)
             if not self._waiting:
@@ -100,6 +110,7 @@ class WarmUp:
                 metrics.serving_begins()
 
     def _run(self) -> None:
+        self._upload_tables()
         self._prepare_exchange()
         needed = self._needed()
         if not needed:
@@ -122,6 +133,19 @@ class WarmUp:
             index_cache = layer.index_cache.cache if layer.sparse else None
             new = triton_warmup.warmup(config, layer.cache, index_cache)
             logger.info("warm-up: %d Triton kernels compiled for the %s layers", new, kind)
+
+    def _upload_tables(self) -> None:
+        """The NVFP4 tables of compiled kernels, which nobody may upload into a captured graph."""
+        backend = self.serving.options.backend
+        if not self.layers or backend not in (None, "flydsl", emulated.BACKEND):
+            return
+        device = self.layers[0].cache.pages.device
+        if backend != emulated.BACKEND and launcher.active(device) is None:
+            return
+        for layer in self.layers:
+            scales_and_table(layer.cache, device)
+            if layer.sparse:
+                keys_of(layer.index_cache.cache)
 
     def _prepare_exchange(self) -> None:
         """The indexer's exchange between GPUs, where it takes part: whoever compiled it in a step

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.platforms import current_platform
 
-from rocm_msa.vllm_plugin import cpu_runner, decode_cp, kernels, mono
+from rocm_msa.vllm_plugin import cpu_runner, decode_cp, graphs, kernels, mono
 from rocm_msa.vllm_plugin.attention import MsaAttention
 from rocm_msa.vllm_plugin.loading import load_text_weights
 from rocm_msa.vllm_plugin.moe import ExpertMapping, Mlp, Moe, expert_mapping
@@ -62,6 +62,7 @@ class Model(nn.Module, EagleModelMixin):
     """Embedding, decoder layers, final norm.
 
     mono: runs layers of small decode steps as one launch each; None without the flag.
+    replays: counts the steps whose captured graph runs in place of `forward`.
     """
 
     def __init__(self, vllm_config, serving: Serving, prefix: str) -> None:
@@ -80,6 +81,7 @@ class Model(nn.Module, EagleModelMixin):
         )
         self.norm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mono: mono.Mono | None = None
+        self.replays = graphs.Replays()
 
     def forward(
         self,
@@ -91,11 +93,12 @@ class Model(nn.Module, EagleModelMixin):
         residual = None
         aux: list[torch.Tensor] = []
         self._maybe_add_hidden_state(aux, 0, hidden_states, residual)
-        step = None if self.mono is None else self.mono.begin(positions, hidden_states)
-        for index, layer in enumerate(self.layers):
-            run = layer if step is None else step.layer(index) or layer
-            hidden_states, residual = run(positions, hidden_states, residual)
-            self._maybe_add_hidden_state(aux, index + 1, hidden_states, residual)
+        with self.replays.noted(hidden_states.device):
+            step = None if self.mono is None else self.mono.begin(positions, hidden_states)
+            for index, layer in enumerate(self.layers):
+                run = layer if step is None else step.layer(index) or layer
+                hidden_states, residual = run(positions, hidden_states, residual)
+                self._maybe_add_hidden_state(aux, index + 1, hidden_states, residual)
         hidden_states, _ = self.norm(hidden_states, residual)
         return (hidden_states, aux) if aux else hidden_states
 
@@ -123,9 +126,9 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
         shared = decode_cp.start(self.serving, vllm_config)
         attention = [layer.self_attn for layer in self.model.layers]
         warm_up = kernels.WarmUp(self.serving, vllm_config, attention)
-        for layer in attention:
-            layer.share(shared, warm_up)
         self.model.mono = mono.start(self.serving, vllm_config, attention)
+        for layer in attention:
+            layer.share(shared, warm_up, self.model.mono)
         self.lm_head = ParallelLMHead(
             self.serving.model.vocab_size,
             self.serving.model.hidden_size,
@@ -140,9 +143,7 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
     @staticmethod
     def get_model_state_cls() -> type:
         """State class of vLLM's model runner V2; upstream's VL class asks for it."""
-        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-        return DefaultModelState
+        return graphs.model_state_cls()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed_tokens(input_ids)

@@ -84,6 +84,7 @@ def install() -> None:
     torch.cuda.Stream = torch.cuda.Event = Stream
     torch.cuda.current_stream = lambda device=None: Stream()
     torch.cuda.set_device = lambda device: None
+    torch.cuda.is_current_stream_capturing = lambda: False
     library = torch.library.Library("_C", "DEF")
     for schema in OPERATORS:
         library.define(schema)

@@ -81,7 +81,7 @@ def test_the_model_is_made_and_loaded(found):
     assert model["class"] == "RocmMsaM3ForCausalLM"
     assert model["experts"] == ["RoutedExperts", "SharedExperts"]  # vLLM's, not the CPU's
     assert model["parameters"] > 40 and model["not_loaded"] == []
-    assert model["state"] == "DefaultModelState"
+    assert model["state"] == "MsaModelState"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,7 +98,7 @@ def test_the_caches_are_rows_of_one_allocation(found):
     assert cache["layout"] == "BLHNC"
     assert (cache["groups"], cache["allocations"], cache["kernel_block_sizes"]) == (1, 1, [128])
     assert cache["block_strides"] == [cache["block_bytes"]] == [175104]
-    assert cache["graphs"] == "NEVER"
+    assert cache["graphs"] == "UNIFORM_BATCH"
     blocks = cache["blocks"]
     assert blocks == 64 * 2**20 // cache["block_bytes"]
     main, index = [blocks, 36864], [blocks, 9216]

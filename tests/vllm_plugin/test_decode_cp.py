@@ -114,16 +114,20 @@ def test_the_error_is_looked_at_once_a_step_before_anything_else(shared, monkeyp
 
     monkeypatch.setattr(MsaMetadataBuilder.__mro__[1], "__init__", lambda self, *a: None)
     monkeypatch.setattr(MsaMetadataBuilder, "_init_reorder_batch_threshold", lambda *a, **k: None)
-    layers = {"dense": object(), "a.attn": SimpleNamespace(decode_cp=shared)}
-    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    one = SimpleNamespace(decode_cp=shared, mono=None)
+    layers = {"dense": object(), "a.attn": one, "b.attn": one}
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
     builder = MsaMetadataBuilder(None, list(layers), vllm_config, "cpu")
-    assert builder.decode_cp is shared
+    assert builder.checks == [shared]
     shared.exchange.error = DcpError(2, 3, Site.RESULTS, 11)
     with pytest.raises(
         DcpError, match=r"rank 2: the results of rank 3 did not come .*generation 11"
     ):
         builder.build(0, None)
-    assert MsaMetadataBuilder(None, ["dense"], vllm_config, "cpu").decode_cp is None
+    assert MsaMetadataBuilder(None, ["dense"], vllm_config, "cpu").checks == []
 
 
 def test_faults_are_counted_and_published_before_the_engine_ends(shared, monkeypatch):

@@ -46,10 +46,24 @@ def warmed(monkeypatch):
     return calls
 
 
-def bind_all(layers, backend=None, config=CONFIG) -> None:
+@pytest.fixture
+def tables(monkeypatch) -> list:
+    """Caches whose NVFP4 table was asked for, main caches by their names."""
+    asked = []
+    monkeypatch.setattr(kernels, "scales_and_table", lambda cache, device: asked.append(cache.name))
+    monkeypatch.setattr(kernels, "keys_of", asked.append)
+    return asked
+
+
+def bind_all(layers, backend=None, config=CONFIG) -> kernels.WarmUp:
     nvfp4 = CacheDType.NVFP4
     serving = Serving(MINIMAX_M3, MINIMAX_M3.shard(4), nvfp4, nvfp4, Options(backend))
     warm_up = kernels.WarmUp(serving, config, layers)
+    bind(warm_up, layers)
+    return warm_up
+
+
+def bind(warm_up, layers) -> None:
     for one in layers:
         if one.sparse:
             warm_up.bound(one.index_cache.layer_name)
@@ -99,7 +113,42 @@ def test_where_triton_runs_nothing_nothing_is_compiled(warmed, layers, backend):
     assert not warmed
 
 
-def test_layers_with_compiled_kernels_are_left_out(warmed, monkeypatch):
+def test_again_when_the_caches_were_taken_away_and_given_anew(warmed):
+    """As vLLM does around the capture of graphs that it measures."""
+    layers = [layer("a", True), layer("b", True)]
+    warm_up = bind_all(layers)
+    assert len(warmed) == 1
+    warm_up.released("b")
+    warm_up.bound("a")
+    assert len(warmed) == 1
+    warm_up.bound("b")
+    assert len(warmed) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "loaded", "uploads"),
+    [
+        (None, True, True),
+        ("flydsl", True, True),
+        ("emulated", False, True),
+        (None, False, False),
+        ("triton", True, False),
+        ("reference", True, False),
+    ],
+)
+def test_tables_of_compiled_kernels_are_there_before_any_step(
+    backend, loaded, uploads, warmed, tables, monkeypatch
+):
+    made = SimpleNamespace(missing=lambda builds: []) if loaded else None
+    monkeypatch.setattr(launcher, "active", lambda device: made)
+    warm_up = bind_all([layer("a", False), layer("b", True)], backend)
+    wanted = ["a", "b", "b.index cache"] if uploads else []
+    assert tables == wanted
+    warm_up.bound("a")
+    assert tables == wanted
+
+
+def test_layers_with_compiled_kernels_are_left_out(warmed, tables, monkeypatch):
     layers = [layer("a", False), layer("b", True)]
     loaded = SimpleNamespace(missing=lambda builds: [])
     monkeypatch.setattr(launcher, "active", lambda device: loaded)
@@ -128,7 +177,9 @@ def test_a_layer_reports_its_cache_when_it_gets_one():
         def __init__(self):
             torch.nn.Module.__init__(self)
             self.layer_name, self.told = "a", []
-            self.warm_up = SimpleNamespace(bound=self.told.append)
+            self.warm_up = SimpleNamespace(
+                bound=self.told.append, released=lambda name: self.told.append(f"no {name}")
+            )
 
         def view(self, kv_cache):
             return "view"
@@ -138,15 +189,17 @@ def test_a_layer_reports_its_cache_when_it_gets_one():
 
     one = Layer()
     one.kv_cache = torch.zeros(0)
-    assert one.cache is None and one.told == []
+    assert one.cache is None and one.told == ["no a"]
     one.kv_cache = torch.zeros(4)
-    assert one.cache == "view" and one.told == ["a"]
+    assert one.cache == "view" and one.told == ["no a", "a"]
+    one.kv_cache = torch.zeros(0)
+    assert one.cache is None and one.told == ["no a", "a", "no a"]
 
 
 def test_layers_share_what_they_have_in_common():
     sparse = SimpleNamespace(sparse=True, index_cache=SimpleNamespace())
-    MsaAttention.share(sparse, "exchange", "warm-up")
-    assert (sparse.decode_cp, sparse.warm_up) == ("exchange", "warm-up")
+    MsaAttention.share(sparse, "exchange", "warm-up", "mono")
+    assert (sparse.decode_cp, sparse.warm_up, sparse.mono) == ("exchange", "warm-up", "mono")
     assert sparse.index_cache.warm_up == "warm-up"
     dense = SimpleNamespace(sparse=False)
     MsaAttention.share(dense, None, "warm-up")

@@ -13,6 +13,7 @@ from triton.runtime import jit
 from dcp.exchange_triton_kernel import exchange_kernel
 from dcp.plan import Batch, Results, Scan
 from dcp.runner import PeerExchange
+from rocm_msa import launcher
 from rocm_msa.vllm_plugin import decode_cp, kernels
 from tests.comm import fake_peers
 from tests.comm.ranks import run_threads
@@ -117,6 +118,7 @@ def test_a_batch_that_the_kernels_refuse_ends_the_preparation():
 def test_the_warm_up_prepares_it_once_for_all_layers(device, shares, prepared, monkeypatch, caplog):
     monkeypatch.setattr(kernels.logger, "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, kernels.logger.name)
+    monkeypatch.setattr(launcher, "active", lambda device: None)
     calls = []
 
     def prepare(*arguments):

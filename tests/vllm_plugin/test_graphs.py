@@ -1,0 +1,265 @@
+"""Recorded graphs of the tiny model's decode steps, as vLLM's runner V2 captures and replays them.
+
+Every replay is compared with the same step without a graph, bit for bit: hidden states and each
+byte of the caches. Layers, metadata and caches are the engine's, the ops are gfx950 kernels in the
+emulator; what is recorded and what stands for a GPU's kernels is in graph_engine.py.
+
+One engine lives at a time: tests with one of their own come before those that share `drafts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+from mono_kernel.faults import MonoError, sum_site
+from rocm_msa import launcher, ops
+from rocm_msa.checkpoint.make import make_checkpoint
+from rocm_msa.ops import dispatch, flydsl_host
+from rocm_msa.vllm_plugin import mono
+from rocm_msa.vllm_plugin.metadata import MsaMetadataBuilder
+from tests.vllm_plugin.engine import NGRAM, engine
+from tests.vllm_plugin.graph_engine import BLOCK, Request, Steps, runner_of
+from tests.vllm_plugin.recorded_graph import RecordedGraph
+
+OPTIONS = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "max_num_seqs": 5}
+STARTS = {"a": 125, "b": 2044, "c": 1, "d": 250, "e": 600}
+"""Tokens of each request before its first step: the next steps cross the edges of blocks, and of
+the list of 16 blocks."""
+ROOM = 4  # blocks more than a start needs
+BATCHES = ["abcde", "abcd", "abc", "c", "bad", "ec", "a"]
+"""Requests of each step: full sizes and padded ones, larger batches before smaller ones."""
+
+
+def tables() -> dict[str, range]:
+    """Blocks of each request, of its own; block 0 is vLLM's null block."""
+    found, first = {}, 1
+    for name, start in STARTS.items():
+        found[name] = range(first, first + start // BLOCK + ROOM)
+        first = found[name].stop
+    return found
+
+
+@dataclass
+class Served:
+    """An engine's steps, and each request's tokens so far."""
+
+    steps: Steps
+    rows: int
+    lengths: dict[str, int]
+
+    def batch(self, names: str) -> list[Request]:
+        """The next step of these requests."""
+        made = []
+        for name in names:
+            self.lengths[name] += self.rows
+            tokens = [(7 * self.lengths[name] + i) % 900 + 3 for i in range(self.rows)]
+            made.append(Request(tables()[name], self.lengths[name], tokens))
+        return made
+
+    def begin(self) -> None:
+        self.lengths.update(STARTS)
+        generator = torch.Generator().manual_seed(1)
+        for pages in self.steps.caches():
+            # Any bytes are NVFP4 values; scales of up to 2 keep the activations small.
+            pages.copy_(torch.randint(0, 64, pages.shape, generator=generator))
+
+
+@contextlib.contextmanager
+def serving(checkpoint: str, rows: int, sizes, **options):
+    """An engine on the emulator, whose graphs of these sizes are captured."""
+    more = {"speculative_config": NGRAM} if rows > 1 else {}
+    options = {"additional_config": {"rocm_msa": {"backend": "emulated", **options}}}
+    with engine(checkpoint, **OPTIONS, **more, **options) as llm:
+        served = Served(Steps(runner_of(llm), sizes, rows), rows, {})
+        served.begin()
+        try:
+            yield served
+        finally:
+            del launcher._offered[dispatch.EMULATED]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("graphs") / "mxfp4"
+    make_checkpoint(path, "tiny", "mxfp4", intermediate_size=256)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def drafts(quantised):
+    """Mono layers, four rows a request: up to 16 rows, ordinary layers beyond."""
+    with serving(quantised, 4, (20, 16, 8, 4), mono=True) as served:
+        before = [pages.clone() for pages in served.steps.caches()]
+        steps, taken = mono.steps.copy(), dispatch.taken.copy()
+        runner = served.steps.model.model.mono.runner
+        generation = runner.generation
+        served.steps.capture()
+        served.captured = {
+            "untouched": [
+                torch.equal(a, b) for a, b in zip(before, served.steps.caches(), strict=True)
+            ],
+            "steps": mono.steps - steps,
+            "taken": dispatch.taken - taken,
+            "launches": runner.generation - generation,
+        }
+        yield served
+
+
+def check_step(steps: Steps, requests: list[Request]) -> None:
+    """A replay, and twice without a graph: with the graph's padding and without any."""
+    found = []
+    for run in (lambda: steps.eager(requests), lambda: steps.eager(requests, padded=True)):
+        with steps.undone():
+            found.append((run(), [pages.clone() for pages in steps.caches()]))
+    out = steps.replayed(requests)
+    assert torch.isfinite(out).all()
+    for hidden, pages in found:
+        assert torch.equal(out, hidden)
+        for got, wanted in zip(steps.caches(), pages, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.timeout(600)
+def test_replays_of_the_ordinary_layers(checkpoint):
+    with serving(checkpoint, 1, (5, 4, 2, 1)) as served:
+        served.steps.capture()
+        assert served.steps.graphs == [(5, 5), (4, 4), (2, 2), (1, 1)]
+        for names in BATCHES:
+            check_step(served.steps, served.batch(names))
+
+
+def test_every_size_is_a_multiple_of_the_rows_of_a_request(quantised):
+    """Sizes as users give them."""
+    with serving(quantised, 4, (1, 2, 4, 8, 10, 16, 24)) as served:
+        served.steps.capture()
+        assert served.steps.graphs == [(4, 16), (3, 12), (2, 8), (1, 4)]
+
+
+def scored_then_selected(monkeypatch) -> None:
+    """Two launches for the selection, of which block_topk reads the counts of blocks."""
+    fused = ops.select_decode
+    monkeypatch.setattr(
+        ops, "select_decode", lambda *args, counters, **options: fused(*args, **options)
+    )
+
+
+def fresh_counts(self, seq_lens, rows, _kept=MsaMetadataBuilder._decode_blocks):
+    return _kept(self, seq_lens, rows).clone()
+
+
+def narrow_capture(self, common):
+    common.max_seq_len = BLOCK
+    return self.build(0, common)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (None, None),
+        ("_decode_blocks", fresh_counts),
+        ("build_for_cudagraph_capture", narrow_capture),
+    ],
+)
+def test_what_a_graph_would_freeze_is_noticed(name, change, checkpoint, monkeypatch):
+    """Counts in a new tensor each step; a table as narrow as the dummy batch needs it."""
+    scored_then_selected(monkeypatch)
+    if name is not None:
+        monkeypatch.setattr(MsaMetadataBuilder, name, change)
+    with serving(checkpoint, 1, (2,)) as served:
+        served.steps.capture()
+        noticed = pytest.raises((AssertionError, IndexError))
+        with contextlib.nullcontext() if name is None else noticed:
+            check_step(served.steps, served.batch("ab"))
+
+
+def test_a_table_that_is_uploaded_first_in_a_capture_is_named():
+    flydsl_host.lut_table.cache_clear()
+    words = r"NVFP4 table of fold 0 on cpu: first use: expected before the capture"
+    with RecordedGraph().capturing(), pytest.raises(RuntimeError, match=words):
+        flydsl_host.lut_table(0, torch.device("cpu"))
+    assert flydsl_host.lut_table(0, torch.device("cpu")).shape == (256, 8)
+
+
+@pytest.mark.timeout(600)
+def test_replays_of_mono_layers_and_of_more_rows_than_they_take(drafts):
+    drafts.begin()
+    assert drafts.steps.graphs == [(5, 20), (4, 16), (2, 8), (1, 4)]
+    for names in BATCHES:
+        check_step(drafts.steps, drafts.batch(names))
+    assert drafts.lengths["b"] > 16 * BLOCK and drafts.lengths["d"] > 2 * BLOCK
+
+
+def test_a_capture_leaves_caches_and_generations_alone(drafts):
+    """Dummy batches write no slot; warm-ups launch on every rank alike, captures do not."""
+    sparse, sizes = 3, 4
+    captured = drafts.captured
+    assert all(captured["untouched"])
+    assert captured["launches"] == sparse * (sizes - 1)
+    assert captured["steps"] == {("mono", "decode"): 2 * (sizes - 1), ("layers", "rows"): 2}
+    # the dense layer always, the sparse ones in the size of 20 rows; warm-up and capture
+    assert captured["taken"]["qkv_insert", "emulated"] == 2 * (sizes + sparse)
+    assert captured["taken"]["sparse_decode", "emulated"] == 2 * sparse
+
+
+def test_replays_are_counted_and_advance_the_generation(drafts, monkeypatch):
+    monkeypatch.setattr(mono, "steps", Counter())
+    monkeypatch.setattr(dispatch, "taken", Counter())
+    drafts.begin()
+    runner = drafts.steps.model.model.mono.runner
+    for i, (names, wanted) in enumerate(
+        [
+            ("ab", {("mono", "decode"): 1}),
+            ("abc", {("mono", "decode"): 2}),
+            ("abcde", {("mono", "decode"): 2, ("layers", "rows"): 1}),
+        ]
+    ):
+        before = runner.generation
+        drafts.steps.replayed(drafts.batch(names))
+        assert runner.generation == before + 3 * (i < 2)
+        assert mono.steps == wanted
+    assert dispatch.taken["sparse_decode", "emulated"] == 3
+    assert dispatch.taken["dense_attention", "reference"] == 3
+
+
+def test_a_fault_is_raised_before_the_next_replay(drafts):
+    drafts.begin()
+    requests = drafts.batch("ab")
+    runner = drafts.steps.model.model.mono.runner
+    before = runner.generation
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "mono_kernel.runner.decode", lambda word: MonoError(0, 1, sum_site("down"), 3)
+        )
+        with pytest.raises(MonoError, match=r"rank 0 waited in vain for rank 1"):
+            drafts.steps.replayed(requests)
+    assert runner.generation == before
+    drafts.steps.replayed(requests)
+
+
+@pytest.mark.parametrize(
+    ("each", "graph"),
+    [
+        ([4, 4], (2, 8)),
+        ([4, 4, 4], (4, 16)),  # 12 rows: the next size, never a smaller one
+        ([4] * 5, (5, 20)),
+        ([4, 4, 3], None),
+        ([4, 2], None),  # 6 rows: drafts accepted in part
+        ([1, 1], None),  # no drafts in the step
+        ([3], None),
+    ],
+    ids=str,
+)
+def test_which_steps_have_a_graph(each, graph, drafts):
+    """Sizes are multiples of 1 + drafts; whatever is not, runs without a graph."""
+    found = drafts.steps.dispatched([Request([1], n, [3] * n) for n in each])
+    if graph is None:
+        assert found.cg_mode == CUDAGraphMode.NONE
+    else:
+        assert found.cg_mode == CUDAGraphMode.FULL
+        assert (found.num_reqs, found.num_tokens) == graph

@@ -169,11 +169,16 @@ def indexer_dtype_name(vllm_config) -> str:
     return vllm_config.attention_config.resolve_indexer_kv_dtype("bf16")
 
 
-def outer_block_layouts():
-    """The one KV cache layout we serve: all layers' pages of a block side by side."""
+def cache_layouts():
+    """The KV cache layouts we serve, the preferred one first.
+
+    BLHNC: all layers' pages of a block side by side, as our KV connector sends them. LBHNC: each
+    layer's pages by themselves, for drafters whose attention knows no other (vLLM's for the CPU,
+    most of those for ROCm).
+    """
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
-    return (KVCacheLayout.BLHNC,)
+    return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
 
 def layout_asked_for() -> str | None:

@@ -185,4 +185,4 @@ class MsaBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls):
-        return compat.outer_block_layouts()
+        return compat.cache_layouts()

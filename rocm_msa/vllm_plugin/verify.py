@@ -183,7 +183,7 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
         cache.block_size == BLOCK_TOKENS,
         f"--block-size: expected {BLOCK_TOKENS} (one sparse block a page), got {cache.block_size}",
     )
-    layouts = [layout.name for layout in compat.outer_block_layouts()]
+    layouts = [layout.name for layout in compat.cache_layouts()]
     asked = compat.layout_asked_for()
     check(
         asked is None or asked in layouts,

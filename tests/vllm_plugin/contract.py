@@ -227,7 +227,7 @@ FIELDS = {
         "SparseCacheRole": ["INDEXER"],
         "KVQuantMode": ["NONE", "NVFP4", "FP8_PER_TENSOR"],
     },
-    "vllm/v1/kv_cache_layout.py": {"KVCacheLayout": ["BLHNC"]},
+    "vllm/v1/kv_cache_layout.py": {"KVCacheLayout": ["BLHNC", "LBHNC"]},
     "vllm/v1/worker/gpu_model_runner.py": {
         "GPUModelRunner": ["input_batch", "discard_request_mask"],
     },

@@ -84,10 +84,11 @@ def test_refused(options, words, checkpoint):
 
 def test_layouts(checkpoint, monkeypatch):
     """C36: another layout is refused before workers start, with the valid ones listed."""
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
-    config(checkpoint)
+    for layout in ("BLHNC", "LBHNC"):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        config(checkpoint)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
-    assert "expected one of ['BLHNC'] or unset, got 'LBNHC'" in refusal(checkpoint)
+    assert "expected one of ['BLHNC', 'LBHNC'] or unset, got 'LBNHC'" in refusal(checkpoint)
 
 
 def test_all_reasons_come_at_once(checkpoint):

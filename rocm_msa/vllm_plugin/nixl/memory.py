@@ -70,7 +70,7 @@ def locate(kv_caches: dict[str, torch.Tensor], num_blocks: int, row: OuterBlockR
     strides = {view.stride(0) * view.element_size() for _, view in views.values()}
     refusals.check(
         len(strides) == 1 and min(strides) >= row.nbytes,
-        expect("block stride", f"one of at least {row.nbytes} bytes", sorted(strides)),
+        expect("block stride", f"one of >= {row.nbytes} bytes (layout BLHNC)", sorted(strides)),
     )
     refusals.raise_if_any()
     base = min(view.data_ptr() for _, view in views.values())

@@ -91,6 +91,10 @@ class Serving:
         )
 
 
+_OWN_ATTENTION = ("eagle", "eagle3", "draft_model", "dflash", "dspark")
+"""Methods whose drafter has layers of vLLM's attention."""
+
+
 def resolve(vllm_config: Any) -> Serving:
     """Read and check a VllmConfig.
 
@@ -108,6 +112,7 @@ def resolve(vllm_config: Any) -> Serving:
     main_dtype = _dtype("--kv-cache-dtype", compat.cache_dtype_name(vllm_config), refusals)
     index_dtype = _dtype("indexer_kv_dtype", compat.indexer_dtype_name(vllm_config), refusals)
     _check_engine(vllm_config, options, refusals)
+    _check_drafter(vllm_config, main_dtype, refusals)
     decode_cp.check_config(vllm_config, options, index_dtype, refusals)
     _check_quantization(vllm_config, refusals)
     if rank is not None:
@@ -232,6 +237,23 @@ def _check_engine(vllm_config: Any, options: Options, refusals: Refusals) -> Non
             not parallel.enable_expert_parallel,
             "--enable-expert-parallel: not supported on the CPU",
         )
+
+
+def _check_drafter(vllm_config: Any, main_dtype: CacheDType | None, refusals: Refusals) -> None:
+    """A drafter's attention is one of vLLM's; none of those for ROCm and the CPU knows NVFP4. On
+    ROCm the worker would end, on the CPU the cache would be taken for FP8."""
+    drafter = vllm_config.speculative_config
+    own = drafter is not None and drafter.method in _OWN_ATTENTION
+    if not own or main_dtype is not CacheDType.NVFP4:
+        return
+    refusals.check(
+        drafter.kv_cache_dtype not in (None, "nvfp4"),
+        expect(
+            "speculative_config.kv_cache_dtype",
+            "a dtype of the drafter's attention, such as 'auto' (bf16)",
+            f"{drafter.kv_cache_dtype!r}, which means nvfp4",
+        ),
+    )
 
 
 def _check_quantization(vllm_config: Any, refusals: Refusals) -> None:

@@ -7,6 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.vllm_plugin.drafter import HIDDEN, make_drafter
+from tests.vllm_plugin.engine import NGRAM, VOCAB
 
 
 def config(checkpoint: str, **options):
@@ -89,6 +93,16 @@ def test_layouts(checkpoint, monkeypatch):
         config(checkpoint)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
     assert "expected one of ['BLHNC', 'LBHNC'] or unset, got 'LBNHC'" in refusal(checkpoint)
+
+
+def test_a_drafters_cache_needs_a_dtype_of_its_own(checkpoint, tmp_path):
+    drafter = make_drafter(tmp_path / "drafter", torch.zeros(VOCAB, HIDDEN))
+    how = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 3}
+    words = "speculative_config.kv_cache_dtype: expected a dtype of the drafter's attention"
+    assert words in refusal(checkpoint, speculative_config=how)
+    config(checkpoint, speculative_config=how | {"kv_cache_dtype": "auto"})
+    config(checkpoint, speculative_config=how, kv_cache_dtype="fp8")
+    config(checkpoint, speculative_config=NGRAM)
 
 
 def test_all_reasons_come_at_once(checkpoint):

@@ -17,7 +17,7 @@ from rocm_msa.cache.pages import Page, index_page, main_page
 from rocm_msa.config import BLOCK_TOKENS, ModelConfig, RankGeometry
 from rocm_msa.errors import ConfigError, Refusals, expect
 from rocm_msa.ops.dispatch import CHOICES
-from rocm_msa.vllm_plugin import compat, decode_cp, emulated, mono_config
+from rocm_msa.vllm_plugin import compat, decode_cp, emulated, graph_config, mono_config
 from rocm_msa.vllm_plugin.nixl import CONNECTOR
 from rocm_msa.vllm_plugin.nixl.options import TransferOptions
 
@@ -115,6 +115,7 @@ def resolve(vllm_config: Any) -> Serving:
     _check_drafter(vllm_config, main_dtype, refusals)
     decode_cp.check_config(vllm_config, options, index_dtype, refusals)
     _check_quantization(vllm_config, refusals)
+    graph_config.check_config(vllm_config, options, refusals)
     if rank is not None:
         share = decode_cp.asked_for(vllm_config, options)
         dtypes = (main_dtype, index_dtype)
@@ -303,9 +304,9 @@ def config_hook(previous: type | None) -> type:
         def verify_and_update_config(vllm_config: Any) -> None:
             if previous is not None:
                 previous.verify_and_update_config(vllm_config)
-            resolve(vllm_config)
+            serving = resolve(vllm_config)
             check_checkpoint(vllm_config)
-            _disable_graphs(vllm_config)
+            graph_config.settle(vllm_config, serving.options)
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
@@ -313,14 +314,3 @@ def config_hook(previous: type | None) -> type:
                 previous.verify_and_update_model_config(model_config)
 
     return RocmMsaConfig
-
-
-def _disable_graphs(vllm_config: Any) -> None:
-    """The reference ops read lengths on the host, and no other has been captured inside vLLM."""
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    compilation = vllm_config.compilation_config
-    if vllm_config.device_config.device_type != "cpu":
-        logger.info("rocm-msa: graph capture is off")
-    compilation.mode = CompilationMode.NONE
-    compilation.cudagraph_mode = CUDAGraphMode.NONE

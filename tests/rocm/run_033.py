@@ -29,6 +29,7 @@ BATCHES = {
     "prefill": [(128, 128), (1, 1)],
 }
 """name -> (query tokens, sequence length) of each request, in the runner's order."""
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
 def prepare() -> None:
@@ -224,8 +225,11 @@ def order() -> dict[str, list[int]]:
 def outcomes(checkpoint: str, *others: str) -> dict:
     from vllm.config import set_current_vllm_config
 
+    from tests.rocm import graphs_033
+
     config = configure(checkpoint)
     found = {"platform": platform(config), "order": order()}
+    found["modes"] = graphs_033.modes(configure, refusal, checkpoint)
     found["refusals"] = {
         "aiter": refusal(checkpoint, {"VLLM_ROCM_USE_AITER": "1"}),
         "attention_backend": refusal(checkpoint, attention_backend="ROCM_ATTN"),
@@ -239,6 +243,12 @@ def outcomes(checkpoint: str, *others: str) -> dict:
         found["batches"] = {
             name: batch(requests, cache_config, attention) for name, requests in BATCHES.items()
         }
+        found["resolved"] = graphs_033.resolved(config, attention)
+        found["graphs"] = graphs_033.steps(config, model, cache_config, attention, 1)
+    drafting = configure(checkpoint, speculative_config=DRAFTS)
+    with set_current_vllm_config(drafting):
+        drafting, attention = graphs_033.with_drafts(drafting, config, cache_config)
+        found["drafts"] = graphs_033.steps(drafting, model, cache_config, attention, 4)
     public = {**serve_lines.PUBLIC, "-tp": "2"}  # the tiny model has two KV heads
     found["public"] = {
         Path(other).name: serve_lines.outcome(other, public, True) for other in others

@@ -46,7 +46,7 @@ def test_the_platform_is_rocm_and_the_runner_v2(found):
         "capability": [9, 5],
         "runner_v2": True,
         "compilation": "NONE",
-        "graphs": "NONE",
+        "graphs": "FULL_DECODE_ONLY",
         "block_size": 128,
         "device": "cuda",
     }
@@ -139,3 +139,45 @@ def test_the_runner_puts_first_what_our_metadata_takes_as_decode_rows(found):
     """Requests of equal length lead; the builder takes them as decode rows and the rest as prefill,
     a request with fewer drafts than the others too."""
     assert found["order"] == {"plain": [1, 1, 40, 600], "drafted": [4, 4, 3, 1, 600]}
+
+
+def test_decode_steps_have_full_graphs_by_default(found):
+    modes = found["modes"]
+    for name in ("default", "O3", "both", "triton"):
+        assert modes[name] == ["NONE", "FULL_DECODE_ONLY"], name
+    for name in ("eager", "O0", "none", "reference"):
+        assert modes[name] == ["NONE", "NONE"], name
+    assert found["resolved"] == "FULL_DECODE_ONLY"  # as the runner settles it with our builders
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("piecewise", "got PIECEWISE: torch does not compile these layers"),
+        ("full", "got FULL: steps with prompts are planned by their lengths"),
+        ("compiled", "mode: expected NONE or unset, got VLLM_COMPILE"),
+    ],
+)
+def test_other_graphs_and_compilation_are_refused(name, words, found):
+    assert words in found["modes"][name]
+
+
+@pytest.mark.parametrize(("which", "rows"), [("graphs", 1), ("drafts", 4)])
+def test_the_runners_manager_captures_and_replays_decode_steps(which, rows, found):
+    """Each size warmed up and captured, the largest first, then the next size up for each step."""
+    graphs = found[which]
+    sizes = {"graphs": [8, 4, 2, 1], "drafts": [6, 4, 3, 2, 1]}[which]
+    assert graphs["state"] == "MsaModelState"
+    assert graphs["graphs"] == [[n, n * rows] for n in sizes]
+    assert graphs["forwards"] == [n * rows for n in sizes for _ in range(2)]
+    chosen = {name: step["size"][0] for name, step in graphs["steps"].items()}
+    assert chosen == {"all": {1: 4, 4: 3}[rows], "fewer": 1, "other": 2}
+    for step in graphs["steps"].values():
+        assert step["mode"] == "FULL" and step["size"][1] == step["size"][0] * rows
+        assert step["alike"]
+    # Four layers add the row's blocks to its token: 5 * token + 14 * blocks of each row.
+    lengths = [n - rows + 1 + i for n in (300, 5, 140) for i in range(rows)]
+    tokens = [n for n in (300, 5, 140) for _ in range(rows)]
+    wanted = [5 * t + 14 * -(-n // 128) for t, n in zip(tokens, lengths, strict=True)]
+    assert graphs["steps"]["all"]["rows"] == wanted
+    assert graphs["counted"] == 4 and graphs["python_in_a_replay"] == 0

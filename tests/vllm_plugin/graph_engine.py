@@ -101,6 +101,8 @@ class Steps:
         """torch.cuda's graphs are recorded ones, and values of tensors are on no host."""
         make = functools.partial(RecordedGraph, self.gpu, self._error_words())
         platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+        dense = ops.dense_attention  # in the emulator its reference, elsewhere Triton's kernel
+        dense = dense if self.gpu is None else kernel(dense, "out")
         with contextlib.ExitStack() as stack:
             for where, name, value in (
                 (cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext()),
@@ -109,7 +111,7 @@ class Steps:
                 (cudagraph_utils, "current_platform", platform),
                 (torch.cuda, "CUDAGraph", make),
                 (torch.cuda, "graph", lambda graph, *_, **__: graph.capturing()),
-                (ops, "dense_attention", kernel(ops.dense_attention, "out")),
+                (ops, "dense_attention", dense),
                 (CpuExperts, "forward", _experts(CpuExperts.forward)),
                 *((m, "on_host", lambda tensor: False) for m in _CHECKING),
             ):
@@ -217,6 +219,7 @@ class Steps:
             idx_mapping_np=zeros,
             dcp_local_seq_lens=None,
             dcp_local_seq_lens_cpu_upper_bound=None,
+            pcp=None,
             prompt_lens=None,
             fast_prefill=None,
         )

@@ -6,9 +6,10 @@
     inputs.copy_(...)
     graph.replay()                # now `out` holds the result
 
-As a GPU's capture, a recording takes every aten call and every launch of the emulated GPU with the
-memory that it reads and writes, runs none of them, and refuses what would need a value on the host
-or bring one from there (`Refused`). A replay runs them in order on the same memory. New tensors of
+As a GPU's capture, a recording takes every aten call and every launch in the emulator (of compiled
+kernels, and of Triton's under tests/ops/emulated_triton.py) with the memory that it reads and
+writes, runs none of them, and refuses what would need a value on the host or bring one from there
+(`Refused`). A replay runs them in order on the same memory. New tensors of
 the recording are its pool: they hold poison before each replay, so that whatever was kept from the
 capture or an earlier replay shows.
 
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from rocm_msa import launcher
 from rocm_msa.emulated import EmulatedGpu
+from tests.ops.emulated_triton import Emulation
 
 READS = {
     "aten::_local_scalar_dense",
@@ -82,6 +84,7 @@ class RecordedGraph:
         patches.append(mock.patch.object(launcher, "capturing", lambda device: True))
         if self.gpu is not None:
             patches.append(mock.patch.object(self.gpu, "launch", self._launch))
+        patches.append(mock.patch.object(Emulation, "launch", self._triton(Emulation.launch)))
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
@@ -121,6 +124,12 @@ class RecordedGraph:
             launch(self.gpu, function, grid, block, lds, stream, kernarg, subject)
 
         self.calls.append(run)
+
+    def _triton(self, launch: Callable[..., None]) -> Callable[..., None]:
+        def method(emulation, fn, grid, args, options) -> None:
+            self.calls.append(lambda: launch(emulation, fn, grid, args, options))
+
+        return method
 
 
 class _Recording(TorchDispatchMode):

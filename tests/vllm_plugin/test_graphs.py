@@ -23,6 +23,7 @@ from rocm_msa.checkpoint.make import make_checkpoint
 from rocm_msa.ops import dispatch, flydsl_host
 from rocm_msa.vllm_plugin import mono
 from rocm_msa.vllm_plugin.metadata import MsaMetadataBuilder
+from tests.ops import emulated_triton
 from tests.vllm_plugin.engine import NGRAM, engine
 from tests.vllm_plugin.graph_engine import BLOCK, Request, Steps, runner_of
 from tests.vllm_plugin.recorded_graph import RecordedGraph
@@ -72,16 +73,16 @@ class Served:
 
 @contextlib.contextmanager
 def serving(checkpoint: str, rows: int, sizes, **options):
-    """An engine on the emulator, whose graphs of these sizes are captured."""
+    """An engine on the emulator, whose graphs of these sizes may be captured."""
     more = {"speculative_config": NGRAM} if rows > 1 else {}
-    options = {"additional_config": {"rocm_msa": {"backend": "emulated", **options}}}
+    options = {"additional_config": {"rocm_msa": {"backend": dispatch.EMULATED, **options}}}
     with engine(checkpoint, **OPTIONS, **more, **options) as llm:
         served = Served(Steps(runner_of(llm), sizes, rows), rows, {})
         served.begin()
         try:
             yield served
         finally:
-            del launcher._offered[dispatch.EMULATED]
+            launcher._offered.pop(dispatch.EMULATED, None)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,21 @@ def test_replays_of_the_ordinary_layers(checkpoint):
         assert served.steps.graphs == [(5, 5), (4, 4), (2, 2), (1, 1)]
         for names in BATCHES:
             check_step(served.steps, served.batch(names))
+
+
+@pytest.mark.timeout(600)
+def test_replays_of_triton_kernels(checkpoint):
+    """What runs on GPUs without compiled kernels, dense layers too; their code for gfx950."""
+    with (
+        serving(checkpoint, 1, (4, 2), backend="triton") as served,
+        emulated_triton.emulated() as launches,
+    ):
+        served.steps.capture()
+        at_capture = len(launches)
+        for names in ("abcd", "bad", "ec"):
+            check_step(served.steps, served.batch(names))
+    each = at_capture // 2  # of the warm-ups: captures launch nothing
+    assert len(launches) == at_capture + 3 * 3 * each and each > 8
 
 
 def test_every_size_is_a_multiple_of_the_rows_of_a_request(quantised):

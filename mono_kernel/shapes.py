@@ -101,11 +101,9 @@ class Shape:
         )
         for name in ("routed_format", "shared_format"):
             check(getattr(self, name) in EXPERT_FORMATS, name, f"one of {EXPERT_FORMATS}")
-        fits = self.tp > 1 and self.kv_replicas == 1 and self.tp * self.index_heads <= _TILES
-        refusals.check(
-            fits or not self.exchange,
-            expect("exchange", f"ranks with index heads of their own, <= {_TILES} in all", "other"),
-        )
+        if self.exchange and whole:
+            refusals.check(self.tp > 1, expect("tp with exchange", "> 1", self.tp))
+            check(self.scored_heads <= _TILES, "scored_heads", f"<= {_TILES}, of all ranks")
         check(self.limit > 0 and self.largest_active < 256, "limit", "> 0, its SwiGLU below 256")
         refusals.raise_if_any()
 
@@ -179,8 +177,8 @@ class Shape:
 
     @property
     def scored_heads(self) -> int:
-        """Index heads that this rank scores blocks for."""
-        return self.index_heads * (self.tp if self.exchange else 1)
+        """Index heads that this rank scores blocks for; with the exchange the model's."""
+        return self.index_heads * (self.tp // self.kv_replicas if self.exchange else 1)
 
     @property
     def slots(self) -> int:

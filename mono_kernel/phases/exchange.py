@@ -2,7 +2,10 @@
 
     block b of a request is scored by rank b mod P, for the index heads of all ranks
     queries     each rank sends its index queries to all ranks, itself too
-    results     each score goes to the rank whose head it is for, as it is found
+    results     each score goes to the ranks whose head it is for, as it is found
+
+Where several ranks hold a head (`kv_replicas`, neighbours), their queries have the same bits: the
+first one sends them.
 
 Words as in reduce.py: value and tag in one, no fence. Every word of results that is sent is waited
 for in the same launch. Two buffers take turns, and a launch clears a part of the other one: nobody
@@ -58,7 +61,8 @@ def _send(ctx, own, pair):
     """A query of the batch's rows and, in turns, of one other, whose words are read by nobody."""
     s, end = ctx.s, ctx.a
     row, head = pair // s.index_heads, pair % s.index_heads
-    if (row < ctx.rows) | (row == (end.tag & (MAX_ROWS - 1))):
+    mine = end.rank % s.kv_replicas == 0
+    if mine & ((row < ctx.rows) | (row == (end.tag & (MAX_ROWS - 1)))):
         present = fx.min(row, ctx.rows - 1)
         at = (present * s.index_heads + head) * QUERY_WORDS + ctx.lane
         word = own.load(fx.Uint32, offset=at * 4)
@@ -81,7 +85,7 @@ def _take(ctx, found):
             there = pair < count
             pair = there.select(pair, fx.Int32(0))
             row, head = pair // s.scored_heads, pair % s.scored_heads
-            peer, own_head = head // s.index_heads, head % s.index_heads
+            peer, own_head = head // s.index_heads * s.kv_replicas, head % s.index_heads
             at = ((peer * MAX_ROWS + row) * s.index_heads + own_head) * QUERY_WORDS + ctx.lane
             places.append(box.at(at * mailbox.WORD))
             pairs.append(pair)
@@ -99,8 +103,8 @@ def owned(ctx, blocks):
 
 
 def destinations(ctx, first_row, pairs, first, ends) -> list:
-    """Of the lane's column in each tile: (place of block 0, first candidate, their end); nothing is
-    sent of a column that is nobody's. ends: of the candidates of a row."""
+    """Of the lane's column in each tile: (places of block 0, first candidate, their end); nothing
+    is sent of a column that is nobody's. ends: of the candidates of a row."""
     s, found = ctx.s, []
     launch = ctx.a.tag & 1
     for tile in range(s.scored_heads):
@@ -108,9 +112,10 @@ def destinations(ctx, first_row, pairs, first, ends) -> list:
         mine = (pair < pairs) & (ctx.lane < MAX_ROWS)
         pair = mine.select(pair, fx.Int32(0))
         row, head = first_row + pair // s.scored_heads, pair % s.scored_heads
-        box = mailbox.mailbox_of(ctx.a, head // s.index_heads)
+        owner = head // s.index_heads * s.kv_replicas
+        boxes = [mailbox.mailbox_of(ctx.a, owner + i) for i in range(s.kv_replicas)]
         at = _result_at(ctx, launch, head % s.index_heads, row, fx.Int32(0))
-        found.append((box.at(at), mine.select(first, fx.Int32(0)),
+        found.append(([box.at(at) for box in boxes], mine.select(first, fx.Int32(0)),
                       mine.select(ends(row), fx.Int32(0))))  # fmt: skip
     return found
 
@@ -118,8 +123,9 @@ def destinations(ctx, first_row, pairs, first, ends) -> list:
 def send_scores(ctx, a, keys, own, to, table_row, block) -> None:
     """Score a block for all columns and tell the owners of the heads."""
     scores = block_scores(a, keys, own, table_row, block, masked=False)
-    for (place, first, end), score in zip(to, scores, strict=True):
-        _post_if(ctx, (block >= first) & (block < end), place, block, score)
+    for (places, first, end), score in zip(to, scores, strict=True):
+        for place in places:
+            _post_if(ctx, (block >= first) & (block < end), place, block, score)
 
 
 @flyc.jit

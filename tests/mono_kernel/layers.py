@@ -34,21 +34,26 @@ def write(directory: Path, layout: str, seed: int = 0, **changes) -> None:
 
 
 @functools.cache
-def checkpoint(layout: str, seed: int = 0) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def checkpoint(
+    layout: str, seed: int = 0, kv_heads: int = KV_HEADS
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """(config, every tensor of a layer) of a checkpoint with one sparse layer."""
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder) / "model", layout, seed)
+        write(Path(folder) / "model", layout, seed, num_key_value_heads=kv_heads)
         found = open_checkpoint(Path(folder) / "model")
         tensors = {n: t.clone() for n, t in found if n.startswith(PREFIX)}
         return ModelConfig.from_json(Path(folder) / "model"), tensors
 
 
-def shape_of(layout: str, tp: int = 1) -> Shape:
-    model, tensors = checkpoint(layout)
+def shape_of(layout: str, tp: int = 1, kv_heads: int = KV_HEADS) -> Shape:
+    model, tensors = checkpoint(layout, kv_heads=kv_heads)
     return Shape.of(model, tp, reading.formats_of(tensors, PREFIX))
 
 
 @functools.cache
-def layer_weights(layout: str, tp: int = 1, rank: int = 0, layer: int = 0) -> weights.LayerWeights:
+def layer_weights(
+    layout: str, tp: int = 1, rank: int = 0, layer: int = 0, kv_heads: int = KV_HEADS
+) -> weights.LayerWeights:
     """Of one of several layers of the same shape."""
-    return reading.read_layer(shape_of(layout, tp), rank, checkpoint(layout, layer)[1], PREFIX)
+    shape = shape_of(layout, tp, kv_heads)
+    return reading.read_layer(shape, rank, checkpoint(layout, layer, kv_heads)[1], PREFIX)

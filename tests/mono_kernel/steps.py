@@ -15,6 +15,7 @@ from mono_kernel.shapes import kv_head_of
 from mono_kernel.weights import LayerWeights
 from rocm_msa.cache import IndexCache, MainCache
 from rocm_msa.testing.reference_parts import rope_frequencies
+from tests.mono_kernel.cases import KV_HEADS
 from tests.mono_kernel.layers import layer_weights
 from tests.ops.cases import empty_cache, int32, random_values, slots_of
 
@@ -36,10 +37,11 @@ class Step:
     def __init__(
         self, layout: str, tp: int, lens, rows: int | Sequence[int] = 1, seed: int = 0,
         room: int = 0, layer: int = 0, exchange: bool = False, padding: int = 0,
+        kv_heads: int = KV_HEADS,
     ):  # fmt: skip
         self.layout, self.tp, self.lens, self.padding = layout, tp, list(lens), padding
         self.per = [rows] * len(self.lens) if isinstance(rows, int) else list(rows)
-        self.seed, self.room, self.layer = seed, room, layer
+        self.seed, self.room, self.layer, self.kv_heads = seed, room, layer, kv_heads
         self.weights = [self._weights(rank) for rank in range(tp)]
         self.shape = replace(self.weights[0].shape, exchange=exchange)
         self.weights = [replace(w, shape=self.shape) for w in self.weights]
@@ -52,7 +54,7 @@ class Step:
         self._history()
 
     def _weights(self, rank: int) -> LayerWeights:
-        return layer_weights(self.layout, self.tp, rank, self.layer)
+        return layer_weights(self.layout, self.tp, rank, self.layer, self.kv_heads)
 
     def packed(self, rank: int) -> torch.Tensor:
         """A rank's weights as the kernel takes them."""

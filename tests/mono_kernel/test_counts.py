@@ -37,7 +37,8 @@ def test_resident():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "exchange"), [(1, False), (2, False), (4, False), (8, False), (2, True), (4, True)]
+    ("tp", "exchange"),
+    [(1, False), (2, False), (4, False), (8, False), (2, True), (4, True), (8, True)],
 )
 def test_resident_at_real_widths(tp, exchange):
     shape = Shape.of(MINIMAX_M3, tp, Formats("mxfp8", "nvfp4", "mxfp8"))

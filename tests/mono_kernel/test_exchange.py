@@ -22,12 +22,12 @@ from tests.mono_kernel.steps import RAGGED, Step
 SAME = ("index_q", "selected", "residual_out", "hidden_out")
 
 
-def group_of(tp: int, lens, per: int, exchange: bool = True, room: int = 0) -> Group:
-    return Group(Step("mxfp4", tp, lens, per, seed=len(lens), room=room, exchange=exchange))
+def group_of(tp: int, lens, per: int, exchange: bool = True, **how) -> Group:
+    return Group(Step("mxfp4", tp, lens, per, seed=len(lens), exchange=exchange, **how))
 
 
-def check(tp: int, lens, per: int, schedule: Schedule = RANDOM) -> None:
-    group, alone = group_of(tp, lens, per), group_of(tp, lens, per, exchange=False)
+def check(tp: int, lens, per: int, schedule: Schedule = RANDOM, **how) -> None:
+    group, alone = (group_of(tp, lens, per, exchange, **how) for exchange in (True, False))
     group.run(schedule)
     regions.check(group)
     alone.run()
@@ -42,26 +42,33 @@ def test_four_ranks():
     check(4, [2690, 129], [1, 3])
 
 
+def test_two_ranks_hold_each_head():
+    """As eight ranks do of M3's four. Both take their head's scores of each block from one rank."""
+    check(4, [2690, 129], [1, 3], kv_heads=2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 4), (2, 1), (4, 2), (4, 1)])
 @pytest.mark.parametrize(
     ("lens", "per"), [([642, 129], 2), ([0, 3000], 8), ([130] * 16, 1), RAGGED]
 )
-def test_batches(tp, lens, per):
-    check(tp, lens, per)
+def test_batches(tp, kv_heads, lens, per):
+    check(tp, lens, per, kv_heads=kv_heads)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=range(len(SCHEDULES)))
-def test_schedules(schedule):
-    check(2, [2690, 129], 2, schedule)
+def test_schedules(schedule, kv_heads):
+    check(2, [2690, 129], 2, schedule, kv_heads=kv_heads)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("generation", [1, 2**31 - 3, 2**32 - 2])
-def test_steps_in_a_row(generation):
+def test_steps_in_a_row(generation, kv_heads):
     """Buffers that take turns, requests that grow, and a wrap of the tags."""
-    group = group_of(4, [2046, 250], 2, room=12)
+    group = group_of(4, [2046, 250], 2, room=12, kv_heads=kv_heads)
     for r in group.ranks:
         r.memory.state[:8].view(torch.int64)[0] = generation
     for _ in range(6):
@@ -127,10 +134,17 @@ def test_places_and_sites():
     assert len(names) == 2 and all("index exchange" in name for name in names)
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-def test_ranks_without_heads_of_their_own_are_refused(tp):
-    with pytest.raises(ConfigError, match="exchange: expected ranks with index heads of their own"):
-        dataclasses.replace(Shape.of(MINIMAX_M3, tp), exchange=True)
+def test_who_can_share():
+    """M3's four index heads, on ranks of their own or two a head."""
+    for tp in (2, 4, 8):
+        sharing = Shape.of(MINIMAX_M3, tp).sharing()
+        assert sharing.exchange and sharing.scored_heads == 4
+    with pytest.raises(ConfigError, match="tp with exchange: expected > 1, got 1"):
+        dataclasses.replace(Shape.of(MINIMAX_M3, 1), exchange=True)
+    more = dataclasses.replace(Shape.of(MINIMAX_M3, 2), kv_heads=3, index_heads=3, q_heads=48)
+    with pytest.raises(ConfigError, match="scored_heads: expected <= 4, of all ranks, got 6"):
+        dataclasses.replace(more, exchange=True)
+    assert more.sharing() is None
 
 
 def test_it_pays_for_long_contexts():

@@ -71,7 +71,8 @@ class Experts:
 
 
 def rank_weights(shape: Shape, rank: int) -> LayerWeights:
-    """The same norms and router on every rank, everything else its own."""
+    """The same norms and router on every rank; ranks that hold the same KV and index heads have the
+    same weights for them; everything else is a rank's own."""
     s, seed = shape, 1000 * (rank + 1)
     norms = {"input_norm": s.hidden, "post_norm": s.hidden, **dict.fromkeys(HEAD_NORMS, HEAD_DIM)}
     vectors = {
@@ -80,10 +81,13 @@ def rank_weights(shape: Shape, rank: int) -> LayerWeights:
     }
     vectors["router"] = random_values(90, s.experts, s.hidden, scale=s.hidden**-0.5)
     vectors["bias"] = random_values(91, s.experts, scale=0.1)
-    qkv = random_linear(s.attention_format, s.features, s.hidden, seed)
+    kind, size, queries = s.attention_format, (s.features, s.hidden), s.q_heads * HEAD_DIM
+    own = random_linear(kind, *size, seed)
+    held = random_linear(kind, *size, 1000 * (rank // s.kv_replicas + 1))
     # The index key has one head, the same on every rank.
-    key = random_linear(s.attention_format, HEAD_DIM, s.hidden, 1)
-    qkv = stack([qkv.rows(0, s.features - HEAD_DIM), key])
+    key = random_linear(kind, HEAD_DIM, s.hidden, 1)
+    rest = held.rows(queries, s.features - queries - HEAD_DIM)
+    qkv = stack([own.rows(0, queries), rest, key])
     output = random_linear(s.attention_format, s.hidden, s.attended, seed + 1)
     experts = Experts(s, s.routed_format, s.intermediate, seed + 2)
     shared = Experts(s, s.shared_format, s.shared, seed + 2)[s.experts]

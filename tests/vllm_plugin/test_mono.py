@@ -312,9 +312,9 @@ def test_gpus_have_a_runner_over_peer_memory_when_the_kernel_is_there(monkeypatc
     assert made == [(("ranks", s), options) for s in (shape, shape.sharing())]
     assert started.sharing is not None and shape.sharing().exchange
     made.clear()
-    eight = Shape.of(MINIMAX_M3, 8, LAYOUTS["nvfp4"])  # two ranks to an index head
-    assert mono.start(serving(eight, decode_cp=True), vllm_config, layers).sharing is None
-    assert made == [(("ranks", eight), options)]
+    one = Shape.of(MINIMAX_M3, 1, LAYOUTS["nvfp4"])  # nobody to share with
+    assert mono.start(serving(one, decode_cp=True), vllm_config, layers).sharing is None
+    assert made == [(("ranks", one), options)]
 
 
 # Weights

@@ -16,7 +16,7 @@ from dcp import triton_mailbox as box
 from dcp import triton_select as pick
 from dcp.shard import Site
 from rocm_msa.ops.triton_common import e4m3_words, halves_of, page_bytes
-from rocm_msa.ops.triton_hopper import K_WORD, SCALE_PAIR
+from rocm_msa.ops.triton_hopper import K_SCALES, K_WORD
 
 QUERY_TIMES = 2  # bound of the wait for queries, in units of patience
 TILE = 32  # tokens of a product
@@ -97,11 +97,11 @@ def _hopper_keys(words, scales):
     """
     T: tl.constexpr = words.shape[0]
     low, high = tl.inline_asm_elementwise(
-        SCALE_PAIR, "=h,=h,h", [scales], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
+        K_SCALES, "=r,=r,h", [scales], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
     s = tl.join(low, high)[:, :, :, None]
     e = tl.inline_asm_elementwise(
-        K_WORD, "=h,=h,=h,=h,=h,=h,=h,=h,r,h", [tl.reshape(words, (T, 4, 2, 2)), s],
+        K_WORD, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [tl.reshape(words, (T, 4, 2, 2)), s],
         dtype=(tl.float16,) * 8, is_pure=True, pack=1,
     )  # fmt: skip
     p0 = tl.join(tl.join(e[0], e[1]), tl.join(e[2], e[3]))  # [t, j, w1, w0, h, p0]

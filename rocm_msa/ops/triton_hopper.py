@@ -21,23 +21,23 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Two E4M3 bytes -> two halves, NaN codes -> 0.
-SCALE_PAIR = gl.constexpr("""{
-.reg .b32 d; .reg .b16 lo, hi; .reg .pred p, q;
-cvt.rn.f16x2.e4m3x2 d, $2;
-mov.b32 {lo, hi}, d;
-setp.num.f16 p, lo, lo;
-setp.num.f16 q, hi, hi;
-selp.b16 $0, lo, 0, p;
-selp.b16 $1, hi, 0, q;
-}""")
+# Two E4M3 bytes -> a pair of halves d, NaN codes -> 0; for K each one twice.
+_SCALES = """{
+.reg .b32 d, m;
+cvt.rn.f16x2.e4m3x2 d, %IN;
+set.num.u32.f16x2 m, d, d;
+and.b32 d, d, m;
+"""
+K_SCALES = gl.constexpr(
+    _SCALES.replace("%IN", "$2") + "prmt.b32 $0, d, d, 0x1010; prmt.b32 $1, d, d, 0x3232;}"
+)
+_V_SCALES = gl.constexpr(_SCALES.replace("%IN", "$1") + "mov.b32 $0, d;}")
 
 # A byte of x or y holds a code as the top byte of a half, with bits of its neighbours between; the
 # masks 0x8E00 clear those. lop3 0xE4: the sign from the first operand, the rest from the second.
-# Eight codes of a word -> halves (p, h) = code p + 4 h, times the scale.
+# Eight codes of a word -> halves (p, h) = code p + 4 h, times the scale, which $9 holds twice.
 K_WORD = gl.constexpr("""{
-.reg .b32 x, y, t, u, s, a, b, c, d;
-mov.b32 s, {$9, $9};
+.reg .b32 x, y, t, u, a, b, c, d;
 shr.u32 t, $8, 3;
 lop3.b32 x, $8, t, 0x80808080, 0xE4;
 shl.b32 u, $8, 4;
@@ -49,20 +49,20 @@ and.b32 a, a, 0x8E008E00;
 and.b32 b, b, 0x8E008E00;
 and.b32 c, y, 0x8E008E00;
 and.b32 d, x, 0x8E008E00;
-mul.rn.f16x2 a, a, s;
-mul.rn.f16x2 b, b, s;
-mul.rn.f16x2 c, c, s;
-mul.rn.f16x2 d, d, s;
+mul.rn.f16x2 a, a, $9;
+mul.rn.f16x2 b, b, $9;
+mul.rn.f16x2 c, c, $9;
+mul.rn.f16x2 d, d, $9;
 mov.b32 {$0, $1}, a;
 mov.b32 {$2, $3}, b;
 mov.b32 {$4, $5}, c;
 mov.b32 {$6, $7}, d;
 }""")
 
-# The words of two neighbouring tokens -> for each code i the halves (token 0, token 1).
+# The words of two neighbouring tokens -> for each code i the halves (token 0, token 1), times
+# their scales, the pair $18.
 _V_WORDS = gl.constexpr("""{
-.reg .b32 s, t, u, xa, ya, xb, yb, r;
-mov.b32 s, {$18, $19};
+.reg .b32 t, u, xa, ya, xb, yb, r;
 shr.u32 t, $16, 3;
 lop3.b32 xa, $16, t, 0x80808080, 0xE4;
 shl.b32 u, $16, 4;
@@ -75,35 +75,35 @@ shl.b32 t, $17, 1;
 lop3.b32 yb, u, t, 0x80808080, 0xE4;
 prmt.b32 r, ya, yb, 0x4400;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$0, $1}, r;
 prmt.b32 r, xa, xb, 0x4400;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$2, $3}, r;
 prmt.b32 r, ya, yb, 0x5511;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$4, $5}, r;
 prmt.b32 r, xa, xb, 0x5511;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$6, $7}, r;
 prmt.b32 r, ya, yb, 0x6622;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$8, $9}, r;
 prmt.b32 r, xa, xb, 0x6622;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$10, $11}, r;
 prmt.b32 r, ya, yb, 0x7733;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$12, $13}, r;
 prmt.b32 r, xa, xb, 0x7733;
 and.b32 r, r, 0x8E008E00;
-mul.rn.f16x2 r, r, s;
+mul.rn.f16x2 r, r, $18;
 mov.b32 {$14, $15}, r;
 }""")
 
@@ -114,6 +114,7 @@ ROWS = gl.constexpr(gl.SliceLayout(1, MMA))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, MMA))
 Q_LOAD = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 Q_ROWS = gl.constexpr(gl.SliceLayout(1, Q_LOAD))
+QUERIES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # of the A operand
 
 
 @gluon.constexpr_function
@@ -183,12 +184,6 @@ def scaled_query(q_ptr, row_stride, head_stride, rows, heads, live, scale, M: gl
 
 
 @gluon.jit
-def query_tile(q_ptr, row_stride, head_stride, rows, heads, live, M: gl.constexpr):
-    """The same for a scale of 1."""
-    return scaled_query(q_ptr, row_stride, head_stride, rows, heads, live, 1.0, M)
-
-
-@gluon.jit
 def load_k(k_words, k_scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
     """Data words and scale bytes of TILE tokens a warp, from their first token on."""
     L: gl.constexpr = k_load_layout(TILE, WARPS)
@@ -208,13 +203,13 @@ def k_values(words, scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
     """fp16 K `[128 k, tokens]`, where the lanes that loaded it hold it."""
     L: gl.constexpr = k_layout(TILE, WARPS)
     low, high = gl.inline_asm_elementwise(
-        SCALE_PAIR, "=h,=h,h", [scales], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        K_SCALES, "=r,=r,h", [scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     s = gl.convert_layout(gl.join(low, high), gl.SliceLayout(3, L), assert_trivial=True)
     s = gl.expand_dims(s, 3)
     e = gl.inline_asm_elementwise(
         K_WORD,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,h",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
         [words, s],
         dtype=(gl.float16,) * 8,
         is_pure=True,
@@ -251,13 +246,11 @@ def load_v(v_words, v_scales, TILE: gl.constexpr, WARPS: gl.constexpr = 1):
 def v_values(even, odd, s_even, s_odd, TOKENS: gl.constexpr):
     """fp16 V `[TOKENS, 128]`, columns in the permuted order above, where it was loaded."""
     pair = s_even.to(gl.uint16) | (s_odd.to(gl.uint16) << 8)
-    low, high = gl.inline_asm_elementwise(
-        SCALE_PAIR, "=h,=h,h", [pair], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-    )
+    s = gl.inline_asm_elementwise(_V_SCALES, "=r,h", [pair], dtype=gl.int32, is_pure=True, pack=1)
     e = gl.inline_asm_elementwise(
         _V_WORDS,
-        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r,h,h",
-        [even, odd, gl.expand_dims(low, 2), gl.expand_dims(high, 2)],
+        "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [even, odd, gl.expand_dims(s, 2)],
         dtype=(gl.float16,) * 16,
         is_pure=True,
         pack=1,

@@ -52,33 +52,39 @@ def test_threshold_by_hand():
     assert decide(shard, batch, NVFP4).shared
 
 
-# Two H200s, microseconds a layer, alone and by the exchange: docs/measured_facts.md.
+# Two H200s: requests, rows, blocks of the longest, microseconds a layer alone and by the exchange
+# (docs/measured_facts.md).
 MEASURED = [
-    (NVFP4, 1, 1, 512, 25.0, 56.6),
-    (NVFP4, 8, 1, 128, 40.8, 49.3),
-    (NVFP4, 8, 1, 512, 112.6, 124.4),
-    (NVFP4, 8, 4, 512, 115.5, 144.2),
-    (NVFP4, 45, 1, 32, 47.3, 48.8),
-    (NVFP4, 45, 1, 128, 151.7, 132.1),
-    (NVFP4, 45, 1, 512, 575.8, 469.6),
-    (NVFP4, 45, 4, 32, 48.5, 58.8),
-    (NVFP4, 45, 4, 128, 158.2, 150.0),
-    (NVFP4, 45, 4, 512, 607.8, 522.5),
-    (FP8, 1, 4, 512, 38.5, 70.9),
-    (FP8, 8, 1, 32, 21.8, 28.6),
-    (FP8, 8, 4, 32, 22.4, 29.7),
-    (FP8, 8, 1, 512, 182.9, 177.6),
-    (FP8, 45, 1, 128, 246.5, 193.6),
-    (FP8, 45, 4, 128, 250.2, 197.2),
-    (FP8, 45, 4, 512, 1016.8, 744.2),
+    (NVFP4, 1, 1, 4096, 24.5, 56.9),
+    (NVFP4, 8, 1, 1024, 39.2, 45.8),
+    (NVFP4, 8, 1, 4096, 104.7, 123.8),
+    (NVFP4, 8, 4, 1641, 38.0, 51.2),
+    (NVFP4, 8, 4, 4096, 107.4, 141.5),
+    (NVFP4, 45, 1, 256, 44.8, 48.7),
+    (NVFP4, 45, 1, 1024, 142.1, 128.3),
+    (NVFP4, 45, 1, 1641, 136.5, 130.3),
+    (NVFP4, 45, 1, 4096, 539.1, 459.5),
+    (NVFP4, 45, 4, 256, 45.9, 59.3),
+    (NVFP4, 45, 4, 1024, 146.1, 148.5),
+    (NVFP4, 45, 4, 1641, 144.4, 148.9),
+    (NVFP4, 45, 4, 4096, 571.9, 515.0),
+    (FP8, 1, 4, 4096, 37.7, 70.6),
+    (FP8, 8, 1, 256, 22.1, 28.4),
+    (FP8, 8, 1, 4096, 181.7, 179.4),
+    (FP8, 8, 4, 256, 22.5, 30.7),
+    (FP8, 8, 4, 1641, 58.9, 56.9),
+    (FP8, 45, 1, 256, 71.0, 67.0),
+    (FP8, 45, 1, 1641, 247.5, 198.3),
+    (FP8, 45, 4, 1024, 248.1, 199.6),
+    (FP8, 45, 4, 4096, 1022.3, 742.1),
 ]
 
 
-@pytest.mark.parametrize(("scan", "requests", "rows", "thousands", "alone", "shared"), MEASURED)
+@pytest.mark.parametrize(("scan", "requests", "rows", "blocks", "alone", "shared"), MEASURED)
 def test_nothing_that_was_measured_slower_is_shared_on_the_h200(
-    scan, requests, rows, thousands, alone, shared
+    scan, requests, rows, blocks, alone, shared
 ):
-    batch = Batch(requests, rows, thousands * 8)
+    batch = Batch(requests, rows, blocks)
     decision = decide(Shard(0, 2, 4), batch, scan, costs=MEASURED_H200)
     assert shared < alone or not decision.shared
     if shared < 0.9 * alone:

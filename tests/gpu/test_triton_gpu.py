@@ -223,6 +223,31 @@ def test_prefill_chain(dtype):
     compare(got, ops.sparse_prefill(*arguments, backend="reference"))
 
 
+@pytest.mark.parametrize(("requests", "rows", "heads"), [(1, 1, 1), (70, 4, 4), (5, 8, 4)])
+def test_scores_of_nvfp4_pages_do_not_depend_on_how_the_blocks_are_shared_out(
+    requests, rows, heads
+):
+    """Ragged lengths, padding among them, a table wider than any; programs of many requests and
+    many programs a request, more of them than blocks; all against the reference."""
+    from rocm_msa.ops.index_score_decode.plan import HopperTuning
+    from rocm_msa.ops.index_score_decode.triton_impl import run
+
+    _, index = pools(300, "nvfp4")
+    lens = [(0, 1, 127, 128, 129, 9000, 385, rows)[(i + 5) % 8] for i in range(requests)]
+    _, index_q, table, lens = batch(lens, rows, 300, heads)
+    wide = torch.nn.functional.pad(table, (0, 40), value=-1)
+    want = ops.index_score_decode(index_q, index, wide, lens, rows, backend="reference")
+    got = ops.index_score_decode(index_q, index, wide, lens, rows, backend="triton")
+    compare(got, want)
+    held = 1 if requests == 1 else 128
+    for programs in (1, 2, 7, 64, 20000):
+        for tile in (16, 32):
+            tuning = HopperTuning(programs, tile, held)
+            out = torch.full_like(got, float("nan"))
+            run(index_q, index, wide, lens, rows, out=out, tuning=tuning)
+            assert torch.equal(out, got), tuning
+
+
 def test_topk_of_8192_blocks_for_every_split():
     from rocm_msa.ops.block_topk.plan import Tuning
     from rocm_msa.ops.block_topk.triton_impl import run
@@ -233,8 +258,8 @@ def test_topk_of_8192_blocks_for_every_split():
     nb = torch.tensor([8192, 8191, 0, 16, 5000, 1025], dtype=torch.int32, device="cuda")
     want = ops.block_topk(scores, nb, TOPK, backend="reference")
     for splits in (1, 2, 4, 8):
-        for chunk in (256, 1024):
-            got = run(scores, nb, TOPK, 0, 1, tuning=Tuning(chunk, 16, splits, 4))
+        for chunk, group in ((256, 1), (256, 4), (1024, 1), (1024, 8)):
+            got = run(scores, nb, TOPK, 0, 1, tuning=Tuning(chunk, 16, splits, 4, group))
             assert torch.equal(got, want)
     assert torch.equal(ops.block_topk(scores, nb, TOPK), want)
 

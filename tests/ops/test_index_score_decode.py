@@ -251,15 +251,15 @@ def test_a_main_cache_is_not_an_index_cache_even_with_one_head():
         index_score_decode(**{**GOOD, "index_cache": main})
 
 
-@pytest.mark.parametrize("requests", [1, 3, 45, 128])
+@pytest.mark.parametrize("requests", [1, 3, 45, 64, 65, 1025])
 @pytest.mark.parametrize("max_blocks", [1, 31, 896, 4096, 8192])
-def test_plan_of_the_one_warp_kernel(requests, max_blocks):
-    """Runs that its 32 lanes hold; above one wave, waves that are full but for the last run."""
+@pytest.mark.parametrize("pairs", [1, 16, 17, 64])
+def test_plan_of_the_one_warp_kernel(requests, max_blocks, pairs):
+    """One wave of programs at most, none without a block, and all requests held."""
     from rocm_msa.ops.index_score_decode.plan import select_hopper
 
-    t = select_hopper(requests, 16, max_blocks)
-    assert 1 <= t.run <= 32 and t.tile in (16, 32)
-    work = requests * max_blocks
-    if t.tile == 32:
-        waves = -(-work // (1584 * 32))
-        assert work / t.run <= 1584 * waves and t.run > 1
+    t = select_hopper(requests, pairs, max_blocks)
+    turns = -(-pairs // 16)
+    assert 1 <= t.programs <= requests * max_blocks
+    assert t.programs * turns <= {16: 132 * 16, 32: 132 * 12}[t.tile]
+    assert t.requests >= requests and t.requests & (t.requests - 1) == 0

@@ -280,8 +280,8 @@ def test_block_topk(blocks, topk, init, local):
     got = ops.block_topk(scores, nb, topk, init, local, backend="triton")
     assert torch.equal(got.cpu(), want)
     kept = 4 if topk == 3 else 16 if topk == 16 else 8
-    for splits in (1, 2):
-        got = run(scores, nb, topk, init, local, tuning=Tuning(16, kept, splits, 1))
+    for splits, group in ((1, 1), (2, 1), (1, 16 // kept), (2, 16 // kept)):
+        got = run(scores, nb, topk, init, local, tuning=Tuning(16, kept, splits, 1, group))
         assert torch.equal(got.cpu(), want)
 
 

@@ -10,19 +10,22 @@ _CHUNKS = (64, 256, 1024)  # few, since each is a kernel of its own
 
 @dataclass(frozen=True)
 class Tuning:
-    """chunk: blocks sorted at a time; kept: a run's length; splits: programs a row and head.
+    """chunk: blocks looked at at a time; kept: a run's length; splits: programs a row and head;
+    group: blocks of a chunk of which the best one stands for all at first.
 
-    All powers of two, chunk >= kept.
+    All powers of two, chunk / group >= kept.
     """
 
     chunk: int
     kept: int
     splits: int
     warps: int
+    group: int = 1
 
     def __post_init__(self) -> None:
-        sizes = (self.chunk, self.kept, self.splits, self.warps)
-        assert all(s > 0 and s & (s - 1) == 0 for s in sizes) and self.chunk >= self.kept
+        sizes = (self.chunk, self.kept, self.splits, self.warps, self.group)
+        assert all(s > 0 and s & (s - 1) == 0 for s in sizes)
+        assert self.chunk >= self.kept * self.group
 
 
 def select(rows: int, max_blocks: int, topk: int) -> Tuning:
@@ -34,7 +37,11 @@ def select(rows: int, max_blocks: int, topk: int) -> Tuning:
     splits = 1
     while splits < chunks and rows * splits * 2 <= _FULL:
         splits *= 2
-    return Tuning(chunk, kept, splits, 1 if chunk <= 128 else 4)
+    group = 1
+    while chunk >= 1024 and 4 * group * group * kept <= chunk:
+        group *= 2  # as many groups as members of the kept ones, or more
+    warps = 1 if chunk <= 128 else 4 if rows * splits <= 2 * _FULL else 2
+    return Tuning(chunk, kept, splits, warps, group)
 
 
 def power_of_two(n: int) -> int:

@@ -1,10 +1,11 @@
 """block_topk in Triton: one unique int64 rank a block, sorted runs of the best, merged.
 
-    rank = order(score) * 2^24 - id        order: monotone map of fp32 to int32, NaN below -inf
+    rank = order * 2^24 - id        order: monotone map of fp32 to int32, NaN below -inf
 
-Kept blocks rank above every score, blocks beyond nb below. Ranks are unique, so the result is the
-same bits for every chunk and split. A program owns one (row, head, split); with more than one split
-a second launch merges their sorted runs.
+Kept blocks have orders above every score's, blocks beyond nb below. Ranks are unique, so the result
+is the same bits for every chunk and split. A program owns one (row, head, split); with more than
+one split a second launch merges their sorted runs. Of a chunk it ranks groups of neighbours by
+their best order, then the members of the K best groups: no other block is among the K best.
 """
 
 from __future__ import annotations
@@ -15,30 +16,55 @@ import triton.language as tl
 
 from rocm_msa.ops.block_topk.plan import Tuning, select
 
-_BEYOND = tl.constexpr(-(1 << 60))
-_KEPT = tl.constexpr(1 << 58)
+_BEYOND, _NAN = tl.constexpr(-(1 << 31)), tl.constexpr(1 - (1 << 31))
+_LOCAL, _INIT = tl.constexpr((1 << 31) - 2), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def _ranks(scores, block_stride, ids, nb, init_blocks, local_blocks):
+def _orders(scores, block_stride, ids, nb, init_blocks, local_blocks):
     inside = ids < nb
     score = tl.load(scores + ids.to(tl.int64) * block_stride, mask=inside, other=0.0)
-    nan = score != score
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    order = tl.where(nan, -2147483648, order)
-    id64 = ids.to(tl.int64)
-    rank = order * 16777216 - id64
-    rank = tl.where(ids >= nb - local_blocks, _KEPT - id64, rank)
-    rank = tl.where(ids < init_blocks, 2 * _KEPT - id64, rank)
-    return tl.where(inside, rank, _BEYOND - id64)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(score == score, order, _NAN)
+    order = tl.where(ids >= nb - local_blocks, _LOCAL, order)
+    order = tl.where(ids < init_blocks, _INIT, order)
+    return tl.where(inside, order, _BEYOND)
+
+
+@triton.jit
+def _ranks(orders, ids):
+    return orders.to(tl.int64) * 16777216 - ids.to(tl.int64)
+
+
+@triton.jit
+def _id(rank):
+    return ((-rank) & 0xFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _chunk_best(
+    scores, block_stride, first, nb, init_blocks, local_blocks, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Ranks of the best of the blocks first .. first + CHUNK - 1, in order `[K]`."""
+    kept = (nb, init_blocks, local_blocks)
+    ids = first + tl.arange(0, CHUNK)
+    if GROUP > 1:
+        group = tl.arange(0, CHUNK // GROUP)
+        member = tl.arange(0, GROUP)[None, :]
+        ids = first + group[:, None] * GROUP + member
+        order = tl.max(_orders(scores, block_stride, ids, *kept), 1)
+        group = _id(tl.topk(_ranks(order, group), K))
+        ids = tl.reshape(first + group[:, None] * GROUP + member, (K * GROUP,))
+    return tl.topk(_ranks(_orders(scores, block_stride, ids, *kept), ids), K)
 
 
 @triton.jit
 def _store(best, out, slot_stride, topk, K: tl.constexpr):
     slot = tl.arange(0, K)
-    ids = ((-best) & 0xFFFFFF).to(tl.int32)
-    tl.store(out + slot * slot_stride, tl.where(best > _BEYOND // 2, ids, -1), mask=slot < topk)
+    ids = tl.where(best >= _NAN * 16777216 - 16777215, _id(best), -1)
+    tl.store(out + slot * slot_stride, ids, mask=slot < topk)
 
 
 _PLAIN = ["init_blocks", "local_blocks", "topk", "max_blocks"]
@@ -63,6 +89,7 @@ def select_kernel(
     out_slot,
     part,  # int64 [heads, rows, splits, K]
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -70,11 +97,10 @@ def select_kernel(
     nb = tl.minimum(tl.load(num_blocks + row * num_blocks_stride), max_blocks)
     scores += head * score_head + row * score_row
     split = tl.program_id(2)
-    ids = split * CHUNK + tl.arange(0, CHUNK)
-    best = tl.topk(_ranks(scores, score_block, ids, nb, init_blocks, local_blocks), K)
+    kept = (nb, init_blocks, local_blocks)
+    best = _chunk_best(scores, score_block, split * CHUNK, *kept, CHUNK, GROUP, K)
     for first in range((split + SPLITS) * CHUNK, nb, SPLITS * CHUNK):
-        ids = first + tl.arange(0, CHUNK)
-        more = tl.topk(_ranks(scores, score_block, ids, nb, init_blocks, local_blocks), K)
+        more = _chunk_best(scores, score_block, first, *kept, CHUNK, GROUP, K)
         best = tl.topk(tl.reshape(tl.join(best, more), (2 * K,)), K)
     if SPLITS == 1:
         _store(best, out + head * out_head + row * out_row, out_slot, topk, K)
@@ -125,7 +151,7 @@ def run(
     select_kernel[(rows, heads, t.splits)](
         scores, *scores.stride(), num_blocks, num_blocks.stride(0), max_blocks, topk,
         init_blocks, local_blocks, out, *out.stride(), part,
-        CHUNK=t.chunk, K=t.kept, SPLITS=t.splits, num_warps=t.warps,
+        CHUNK=t.chunk, GROUP=t.group, K=t.kept, SPLITS=t.splits, num_warps=t.warps,
     )  # fmt: skip
     if t.splits > 1:
         merge_kernel[(rows, heads)](

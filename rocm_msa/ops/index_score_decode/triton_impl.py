@@ -12,7 +12,13 @@ import torch
 import triton
 
 from rocm_msa.cache.paged import IndexCache
-from rocm_msa.ops.index_score_decode.plan import Tuning, select, select_hopper
+from rocm_msa.ops.index_score_decode.plan import (
+    REGISTERS,
+    HopperTuning,
+    Tuning,
+    select,
+    select_hopper,
+)
 from rocm_msa.ops.index_score_decode.portable import score_kernel
 from rocm_msa.ops.triton_host import (
     Geometry,
@@ -22,6 +28,7 @@ from rocm_msa.ops.triton_host import (
     operand_types,
     scale,
 )
+from rocm_msa.ops.triton_prefill import register_limit
 
 
 def run(
@@ -31,7 +38,7 @@ def run(
     seq_lens,
     rows_per_request,
     out=None,
-    tuning: Tuning | None = None,
+    tuning: Tuning | HopperTuning | None = None,
     fast: bool = True,
 ) -> torch.Tensor:
     """fp32 `[heads, rows, max_blocks]`; see api.py. `tuning` and `fast`: tests and benchmarks.
@@ -51,23 +58,24 @@ def run(
     g = Geometry.of(cache)
     pairs = rows_per_request * heads
     pages = (cache.pages, cache.block_stride, cache.num_blocks)
-    table = (block_table, *block_table.stride(), max_blocks, seq_lens, rows_per_request)
     target = (scale(cache, "k"), out, *out.stride())
     if fast and on_hopper(index_q, cache, g):
         from rocm_msa.ops.index_score_decode import hopper as fast_kernel
 
         t = tuning or select_hopper(requests, pairs, max_blocks)
-        grid = (requests, triton.cdiv(max_blocks, t.run), triton.cdiv(pairs, 16))
-        fast_kernel.score_kernel[grid](
-            index_q, index_q.stride(0), index_q.stride(1), *pages, *table, *target,
-            t.run, HEADS=heads, K_SCALES=g.k_scales, TILE=t.tile, num_warps=1,
+        fast_kernel.score_kernel[(t.programs, triton.cdiv(pairs, 16))](
+            index_q, index_q.stride(0), index_q.stride(1), *pages, block_table,
+            *block_table.stride(), max_blocks, seq_lens, requests, rows_per_request, *target,
+            HEADS=heads, K_SCALES=g.k_scales, TILE=t.tile, REQUESTS=t.requests, num_warps=1,
+            **register_limit(REGISTERS[t.tile]),
         )  # fmt: skip
         return out
     t = tuning or select(requests, pairs, max_blocks)
     grid = (requests, triton.cdiv(max_blocks, t.run), triton.cdiv(pairs, t.pairs))
     qk, _ = operand_types(index_q, cache)
     score_kernel[grid](
-        index_q, *index_q.stride(), *pages, *table, *target, t.run,
+        index_q, *index_q.stride(), *pages, block_table, *block_table.stride(), max_blocks,
+        seq_lens, rows_per_request, *target, t.run,
         HEADS=heads, K_SCALES=g.k_scales, D=dim,
         KIND=g.kind + 2 if g.kind and converts_e4m3(index_q) else g.kind, QK=qk,
         PAIRS=t.pairs, TILE=t.tile, num_warps=t.warps,

@@ -14,4 +14,4 @@ class Tuning:
 
 
 def select(tokens: int) -> Tuning:
-    return Tuning(2, 1) if tokens < 512 else Tuning(16, 4)
+    return Tuning(4 if tokens < 512 else 8 if tokens < 2048 else 16, 4)

@@ -1,7 +1,8 @@
 """qkv_insert in Triton, one launch: norm, RoPE, rounding, quantisation and paged insertion.
 
 A program owns TOKENS tokens of one head of [q | k | v | index_q | index_k]; a query head is stored
-in `q` or `index_q`, a key or value head goes into its page. The operations and their order are the
+in `q` or `index_q`, a key or value head goes into its page. The heads behind q are launched first:
+those that are quantised take longest. The operations and their order are the
 reference's, without fused multiply-adds (`enable_fp_fusion=False`), but for the order of the sum of
 squares: a result may differ from the reference's in the last bit of the activation dtype, and a
 stored byte then is that of the other value. The encoding is a function of the rounded value, bit
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rocm_msa.errors import expect
-from rocm_msa.ops.qkv_insert.plan import select
+from rocm_msa.ops.qkv_insert.plan import Tuning, select
 from rocm_msa.ops.triton_common import bf16_values, fp8_bytes, nvfp4_bytes
 from rocm_msa.ops.triton_host import Geometry, scale
 
@@ -135,7 +136,9 @@ def insert_kernel(
     INDEX_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    OTHERS: tl.constexpr = 2 * KV + (INDEX + 1 if INDEX > 0 else 0)
+    place = tl.program_id(1)
+    head = tl.where(place < OTHERS, Q + place, place - OTHERS)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = t < tokens
     t = t.to(tl.int64)
@@ -204,9 +207,10 @@ def insert_kernel(
 
 
 def run(
-    qkv, norms, cos_sin, positions, main_cache, index_cache, main_slots, index_slots, heads
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See api.py."""
+    qkv, norms, cos_sin, positions, main_cache, index_cache, main_slots, index_slots, heads,
+    tuning: Tuning | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """See api.py. `tuning` is for tests and benchmarks."""
     tokens, dim = qkv.shape[0], heads.head_dim
     q = torch.empty(tokens, heads.q, dim, dtype=qkv.dtype, device=qkv.device)
     index_q = None
@@ -221,7 +225,7 @@ def run(
     main = Geometry.of(main_cache)
     index = Geometry.of(index_cache) if heads.index else main
     index_pages = index_cache if heads.index else main_cache
-    t = select(tokens)
+    t = tuning or select(tokens)
     count = heads.q + 2 * heads.kv + (heads.index + 1 if heads.index else 0)
     norm_weights = [norms.q, norms.k, norms.index_q, norms.index_k]
     norm_weights = [norms.q if w is None else w.contiguous() for w in norm_weights]

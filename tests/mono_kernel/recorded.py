@@ -23,10 +23,10 @@ class Recorded:
     """own_scratch: each layer its own, so that all layers' regions are there after a replay."""
 
     def __init__(
-        self, layout: str, tp: int, lens, per: int, *, layers: int, steps: int,
+        self, layout: str, tp: int, lens, per: int | list[int], *, layers: int, steps: int,
         schedule: Schedule, own_scratch: bool = True, checks: Checks = Checks.ALL,
     ):  # fmt: skip
-        room = per * steps
+        room = steps * (per if isinstance(per, int) else max(per))
         made = [
             Step(layout, tp, lens, per, seed=7, room=room, layer=layer) for layer in range(layers)
         ]
@@ -71,7 +71,7 @@ class Recorded:
         return [r.hidden_out.clone() for group in self.groups for r in group.ranks]
 
     def advance(self) -> None:
-        """Each request `per` tokens on: new contents, in place."""
+        """Each request as many tokens on as it has rows: new contents, in place."""
         step = self.groups[0].step
         after = step.next(step.caches)
         for group in self.groups:

@@ -9,7 +9,7 @@ from gfx950_emu import Schedule
 from tests.mono_kernel.recorded import Recorded
 
 
-def run(tp: int, lens, per: int, layers: int, steps: int, seed: int) -> None:
+def run(tp: int, lens, per: int | list[int], layers: int, steps: int, seed: int) -> None:
     schedule = Schedule("random", seed, (1, 5000))
     one = Recorded("mxfp4", tp, lens, per, layers=layers, steps=steps, schedule=schedule)
     for _ in range(steps):
@@ -30,7 +30,7 @@ def test_two_layers_over_a_block_edge():
     [
         # 2049 keys and on: more blocks than a list has; 129, 257: the newest block is new.
         (2, [2020, 100, 250], 1),
-        (4, [2000, 2], 2),
+        (4, [2000, 2], [2, 1]),
     ],
     ids=str,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
@@ -71,6 +73,18 @@ def nothing_else_frozen() -> Iterator[None]:
     gc.freeze()
     with mock.patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None):
         yield
+
+
+def hang() -> None:
+    """In a worker: never go on.
+
+    Ends with the engine, which may be gone before it has ended its workers; the test waits for
+    whoever holds the pipes that they share.
+    """
+    parent = os.getppid()
+    while os.getppid() == parent:
+        threading.Event().wait(1.0)
+    os._exit(1)
 
 
 def generate(llm, prompts: Sequence[list[int]], count: int) -> list[Answer]:

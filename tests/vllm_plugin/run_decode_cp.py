@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from tests.vllm_plugin.engine import engine, generate, metric
+from tests.vllm_plugin.engine import engine, generate, hang, metric
 
 ALONE = 1 << 30
 """A threshold that no batch reaches."""
@@ -45,7 +44,7 @@ def fall_silent(worker) -> None:
 
     def results(sent):
         if exchange.shard.rank == 1:
-            threading.Event().wait()
+            hang()
         exchange.timeout = timedelta(seconds=2)
         return send_and_receive(sent)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from tests.vllm_plugin.engine import engine, generate, metric
+from tests.vllm_plugin.engine import engine, generate, hang, metric
 
 
 def take_counts(worker) -> dict[str, int]:
@@ -37,7 +36,7 @@ def fall_silent(worker) -> None:
     def sum_of(phase, generation, part):
         if phase == "down":
             if runner.rank == 1:
-                threading.Event().wait()
+                hang()
             runner.timeout = timedelta(seconds=2)
         return total(phase, generation, part)
 

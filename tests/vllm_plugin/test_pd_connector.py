@@ -278,6 +278,17 @@ def test_other_places_are_refused():
         locate({}, 6, row)
 
 
+def test_pages_layer_by_layer_are_refused():
+    """Layout LBHNC, which a drafter may ask for: a block is not one run of bytes there."""
+    named, row, _ = views()
+    sizes = [view.numel() for view in named.values()]
+    parts = torch.zeros(sum(sizes), dtype=torch.uint8).split(sizes)
+    apart = {n: p.view(v.shape) for (n, v), p in zip(named.items(), parts, strict=True)}
+    words = rf"block stride: expected one of >= {row.nbytes} bytes \(layout BLHNC\), got"
+    with pytest.raises(ConfigError, match=words):
+        locate(apart, 6, row)
+
+
 def test_unknown_draft_pages_are_refused():
     named, _, _ = views(draft=1)
     base = OuterBlockRow.of(MODEL, MODEL.shard(2), NVFP4, NVFP4)

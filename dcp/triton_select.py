@@ -61,24 +61,13 @@ def id_of(ranks):
 
 
 @triton.jit
-def _kept(place, k, stop):
-    return tl.load(place + k, mask=k < stop, other=0).to(tl.int64) & 0xFFFFFFFF
-
-
-@triton.jit
 def best_of_kept(place, begin, stop, id_step, id_first, K: tl.constexpr):
-    """The best of this rank's blocks [begin, stop) of one (row, head), in order `[K]`.
-
-    Groups of neighbours are ranked by their best key, then the members of the K best groups.
-    """
+    """The best of this rank's blocks [begin, stop) of one (row, head), in order `[K]`."""
     ranks = _ABSENT - tl.arange(0, K).to(tl.int64)
-    GROUP: tl.constexpr = 4 if K <= _KEPT // 4 else 1
-    group, member = tl.arange(0, _KEPT // GROUP), tl.arange(0, GROUP)[None, :]
     for first in range(begin, stop, _KEPT):
-        key = tl.max(_kept(place, first + group[:, None] * GROUP + member, stop), 1)
-        best = (-tl.topk(_ranked(key, group, group >= 0), K)) & 0xFFFFFF
-        k = first + tl.reshape(best.to(tl.int32)[:, None] * GROUP + member, (K * GROUP,))
-        more = tl.topk(_ranked(_kept(place, k, stop), k * id_step + id_first, k < stop), K)
+        k = first + tl.arange(0, _KEPT)
+        key = tl.load(place + k, mask=k < stop, other=0).to(tl.int64) & 0xFFFFFFFF
+        more = tl.topk(_ranked(key, k * id_step + id_first, k < stop), K)
         ranks = tl.topk(tl.reshape(tl.join(ranks, more), (2 * K,)), K)
     return ranks
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from rocm_msa.errors import expect
 from rocm_msa.ops.qkv_insert.plan import Tuning, select
 from rocm_msa.ops.triton_common import bf16_values, fp8_bytes, nvfp4_bytes
-from rocm_msa.ops.triton_host import Geometry, scale
+from rocm_msa.ops.triton_host import Geometry, scale, target_of
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def run(
     main = Geometry.of(main_cache)
     index = Geometry.of(index_cache) if heads.index else main
     index_pages = index_cache if heads.index else main_cache
-    t = tuning or select(tokens)
+    t = tuning or select(tokens, target_of(qkv))
     count = heads.q + 2 * heads.kv + (heads.index + 1 if heads.index else 0)
     norm_weights = [norms.q, norms.k, norms.index_q, norms.index_k]
     norm_weights = [norms.q if w is None else w.contiguous() for w in norm_weights]

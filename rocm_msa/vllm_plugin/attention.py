@@ -54,7 +54,9 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.serving, self.layer_name = serving, layer_name
         self.warm_up: WarmUp | None = None
         self.kv_cache = torch.tensor([])
-        layers = get_current_vllm_config().compilation_config.static_forward_context
+        vllm_config = get_current_vllm_config()
+        self.cache_config = vllm_config.cache_config
+        layers = vllm_config.compilation_config.static_forward_context
         if layer_name in layers:
             raise ValueError(f"duplicate layer name {layer_name}")
         layers[layer_name] = self
@@ -164,7 +166,9 @@ class MsaAttention(CacheLayer):
             k_scale=self.kv_scales["k"],
             v_scale=self.kv_scales["v"],
         )
-        if self.layer_id == 0 and get_tensor_model_parallel_rank() == 0:
+        first = self.layer_id == 0 and get_tensor_model_parallel_rank() == 0
+        # vLLM measures graphs on a few blocks, before it knows how many there will be.
+        if first and self.cache_config.num_gpu_blocks is not None:
             logger.info(self.serving.describe(cache.num_blocks))
             metrics.show_cache(self.serving, cache.num_blocks)
         return cache

@@ -264,3 +264,61 @@ def runner_of(llm):
     """The model runner of an engine in this process."""
     core = llm.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.worker.model_runner
+
+
+# --- steps that are compared ---
+
+STARTS = {"a": 125, "b": 2044, "c": 1, "d": 250, "e": 600}
+"""Tokens of each request before its first step: the next steps cross the edges of blocks, and of
+the list of 16 blocks."""
+ROOM = 4  # blocks more than a start needs
+BATCHES = ["abcde", "abcd", "abc", "c", "bad", "ec", "a"]
+"""Requests of each step: full sizes and padded ones, larger batches before smaller ones."""
+
+
+def tables() -> dict[str, range]:
+    """Blocks of each request, of its own; block 0 is vLLM's null block."""
+    found, first = {}, 1
+    for name, start in STARTS.items():
+        found[name] = range(first, first + start // BLOCK + ROOM)
+        first = found[name].stop
+    return found
+
+
+@dataclass
+class Served:
+    """An engine's steps, and each request's tokens so far."""
+
+    steps: Steps
+    rows: int
+    lengths: dict[str, int]
+
+    def batch(self, names: str) -> list[Request]:
+        """The next step of these requests."""
+        made = []
+        for name in names:
+            self.lengths[name] += self.rows
+            tokens = [(7 * self.lengths[name] + i) % 900 + 3 for i in range(self.rows)]
+            made.append(Request(tables()[name], self.lengths[name], tokens))
+        return made
+
+    def begin(self) -> None:
+        self.lengths.update(STARTS)
+        generator = torch.Generator().manual_seed(1)
+        for pages in self.steps.caches():
+            # Any bytes are NVFP4 values; scales of up to 2 keep the activations small.
+            pages.copy_(torch.randint(0, 64, pages.shape, generator=generator))
+
+
+def check_step(steps: Steps, requests: list[Request]) -> None:
+    """A replay, and twice without a graph: with the graph's padding and without any."""
+    found = []
+    for run in (lambda: steps.eager(requests), lambda: steps.eager(requests, padded=True)):
+        with steps.undone():
+            found.append((run(), [pages.clone() for pages in steps.caches()]))
+    out = steps.replayed(requests)
+    assert torch.isfinite(out).all()
+    for hidden, pages in found:
+        assert torch.equal(out, hidden)
+        for got, wanted in zip(steps.caches(), pages, strict=True):
+            assert torch.equal(got, wanted)

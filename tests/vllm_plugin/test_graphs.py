@@ -10,8 +10,8 @@ One engine lives at a time: tests with one of their own come before those that s
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,54 +21,22 @@ from mono_kernel.faults import MonoError, sum_site
 from rocm_msa import launcher, ops
 from rocm_msa.checkpoint.make import make_checkpoint
 from rocm_msa.ops import dispatch, flydsl_host
-from rocm_msa.vllm_plugin import mono
+from rocm_msa.vllm_plugin import attention, mono
 from rocm_msa.vllm_plugin.metadata import MsaMetadataBuilder
 from tests.ops import emulated_triton
 from tests.vllm_plugin.engine import NGRAM, engine
-from tests.vllm_plugin.graph_engine import BLOCK, Request, Steps, runner_of
+from tests.vllm_plugin.graph_engine import (
+    BATCHES,
+    BLOCK,
+    Request,
+    Served,
+    Steps,
+    check_step,
+    runner_of,
+)
 from tests.vllm_plugin.recorded_graph import RecordedGraph
 
 OPTIONS = {"dtype": "bfloat16", "num_gpu_blocks_override": 64, "max_num_seqs": 5}
-STARTS = {"a": 125, "b": 2044, "c": 1, "d": 250, "e": 600}
-"""Tokens of each request before its first step: the next steps cross the edges of blocks, and of
-the list of 16 blocks."""
-ROOM = 4  # blocks more than a start needs
-BATCHES = ["abcde", "abcd", "abc", "c", "bad", "ec", "a"]
-"""Requests of each step: full sizes and padded ones, larger batches before smaller ones."""
-
-
-def tables() -> dict[str, range]:
-    """Blocks of each request, of its own; block 0 is vLLM's null block."""
-    found, first = {}, 1
-    for name, start in STARTS.items():
-        found[name] = range(first, first + start // BLOCK + ROOM)
-        first = found[name].stop
-    return found
-
-
-@dataclass
-class Served:
-    """An engine's steps, and each request's tokens so far."""
-
-    steps: Steps
-    rows: int
-    lengths: dict[str, int]
-
-    def batch(self, names: str) -> list[Request]:
-        """The next step of these requests."""
-        made = []
-        for name in names:
-            self.lengths[name] += self.rows
-            tokens = [(7 * self.lengths[name] + i) % 900 + 3 for i in range(self.rows)]
-            made.append(Request(tables()[name], self.lengths[name], tokens))
-        return made
-
-    def begin(self) -> None:
-        self.lengths.update(STARTS)
-        generator = torch.Generator().manual_seed(1)
-        for pages in self.steps.caches():
-            # Any bytes are NVFP4 values; scales of up to 2 keep the activations small.
-            pages.copy_(torch.randint(0, 64, pages.shape, generator=generator))
 
 
 @contextlib.contextmanager
@@ -110,20 +78,6 @@ def drafts(quantised):
             "launches": runner.generation - generation,
         }
         yield served
-
-
-def check_step(steps: Steps, requests: list[Request]) -> None:
-    """A replay, and twice without a graph: with the graph's padding and without any."""
-    found = []
-    for run in (lambda: steps.eager(requests), lambda: steps.eager(requests, padded=True)):
-        with steps.undone():
-            found.append((run(), [pages.clone() for pages in steps.caches()]))
-    out = steps.replayed(requests)
-    assert torch.isfinite(out).all()
-    for hidden, pages in found:
-        assert torch.equal(out, hidden)
-        for got, wanted in zip(steps.caches(), pages, strict=True):
-            assert torch.equal(got, wanted)
 
 
 @pytest.mark.timeout(600)
@@ -279,3 +233,16 @@ def test_which_steps_have_a_graph(each, graph, drafts):
     else:
         assert found.cg_mode == CUDAGraphMode.FULL
         assert (found.num_reqs, found.num_tokens) == graph
+
+
+def test_caches_that_vllm_measures_graphs_on_are_not_announced(drafts, monkeypatch, caplog):
+    """It makes a few blocks, captures on them, and takes them away before it counts blocks."""
+    layer = drafts.steps.model.model.layers[0].self_attn
+    monkeypatch.setattr(attention.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(attention.logger, "propagate", False)
+    caplog.set_level(logging.INFO, attention.logger.name)
+    layer.view(layer.kv_cache)
+    assert caplog.text.count("capacity 8,192 tokens in 64 blocks") == 1
+    monkeypatch.setattr(drafts.steps.config.cache_config, "num_gpu_blocks", None)
+    layer.view(layer.kv_cache)
+    assert caplog.text.count("capacity") == 1

@@ -123,3 +123,19 @@ def test_register_is_idempotent_and_needs_no_torch_of_its_own():
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     assert all("torch" not in ast.dump(n) for n in imports)
     assert "torch" in sys.modules
+
+
+@pytest.mark.parametrize("name", ["cpu_attn", "rocm_attn", "rocm_aiter_fa", "triton_attn"])
+def test_attention_of_drafters_knows_one_of_our_layouts(name, sources):
+    """All caches of an engine have one layout: LBHNC, unless a backend takes any."""
+    version, root = sources
+    tree = contract.parse(root / f"vllm/v1/attention/backends/{name}.py")
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "supported_kv_cache_layouts"
+    ]
+    assert len(functions) == (0 if name == "triton_attn" else 1), version
+    for node in [n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)]:
+        known = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        assert "LBHNC" in known and "BLHNC" not in known, (version, known)

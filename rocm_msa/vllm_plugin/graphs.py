@@ -30,6 +30,22 @@ from rocm_msa.vllm_plugin.metadata import MsaMetadata
 if TYPE_CHECKING:
     import torch
 
+
+def add_size(vllm_config: Any, most_rows: int) -> None:
+    """Let vLLM capture a size that takes most of `most_rows` rows, where it pads beyond them.
+
+    With 4 drafts vLLM's sizes are 5, 10, 20, ... rows, so that 3 requests, 15 rows, would become
+    20 and be lost to the mono layers. The same on all ranks; before runner V2 makes its graphs.
+    """
+    compilation, speculative = vllm_config.compilation_config, vllm_config.speculative_config
+    each = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+    size = most_rows // each * each
+    sizes = compilation.cudagraph_capture_sizes or []
+    rounded = {-(-tokens // each) * each for tokens in sizes}
+    if size and size not in rounded and max(rounded, default=0) > size:
+        compilation.cudagraph_capture_sizes = sorted([*sizes, size])
+
+
 Key = tuple[int, int]
 """Requests, padded ones included, and rows of each."""
 

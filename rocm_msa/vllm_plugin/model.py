@@ -127,6 +127,8 @@ class RocmMsaM3ForCausalLM(nn.Module, SupportsEagle3):
         attention = [layer.self_attn for layer in self.model.layers]
         warm_up = kernels.WarmUp(self.serving, vllm_config, attention)
         self.model.mono = mono.start(self.serving, vllm_config, attention)
+        if self.model.mono is not None:
+            graphs.add_size(vllm_config, self.model.mono.most_rows)
         for layer in attention:
             layer.share(shared, warm_up, self.model.mono)
         self.lm_head = ParallelLMHead(

@@ -8,7 +8,7 @@
 The manager, the input buffers, the dummy batches of a capture, dispatch and the model's state are
 vLLM's code (vllm/v1/worker/gpu); torch.cuda's graphs are RecordedGraph. A real step's buffers are
 filled here as prepare_inputs and prepare_attn of its runner do: what lies behind the step's
-requests is length 0, slot -1, a table of block 0 and positions that are left over.
+requests is length 0, slot -1 and positions that are left over; their tables name no block at all.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rocm_msa.vllm_plugin.moe import CpuExperts
 from tests.vllm_plugin.recorded_graph import RecordedGraph, kernel
 
 BLOCK = 128
+NO_BLOCK = 2**30  # of a table's entries that no row may read; vLLM leaves old ids there, or 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Steps:
         starts[0], starts[1 : live + 1] = 0, each.cumsum()
         b.query_start_loc.copy_(torch.from_numpy(starts))
         b.seq_lens.zero_()
-        self.tables.tables.zero_()
+        self.tables.tables.fill_(NO_BLOCK)
         self.tables.slots.fill_(-1)
         for i, (r, start) in enumerate(zip(requests, starts, strict=False)):
             rows_of = slice(start, start + len(r.tokens))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mono_kernel.faults import MonoError, sum_site
 from rocm_msa import launcher, ops
 from rocm_msa.checkpoint.make import make_checkpoint
 from rocm_msa.ops import dispatch, flydsl_host
-from rocm_msa.vllm_plugin import attention, mono
+from rocm_msa.vllm_plugin import attention, graphs, mono
 from rocm_msa.vllm_plugin.metadata import MsaMetadataBuilder
 from tests.ops import emulated_triton
 from tests.vllm_plugin.engine import NGRAM, engine
@@ -148,6 +149,31 @@ def test_what_a_graph_would_freeze_is_noticed(name, change, checkpoint, monkeypa
             check_step(served.steps, served.batch("ab"))
 
 
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_padding_takes_no_step_beyond_the_rows_of_the_mono_layers(rows):
+    """Sizes as vLLM rounds them, up to multiples of a request's rows."""
+    drafts = SimpleNamespace(num_speculative_tokens=rows - 1) if rows > 1 else None
+    for sizes in ([1, 2, 4, 8, 16, 24, 32, 512], [1, 2, 4], [64], []):
+        compilation = SimpleNamespace(cudagraph_capture_sizes=list(sizes))
+        graphs.add_size(
+            SimpleNamespace(compilation_config=compilation, speculative_config=drafts), 16
+        )
+        new = compilation.cudagraph_capture_sizes
+        assert new == sorted(new) and set(sizes) <= set(new) and len(new) <= len(sizes) + 1
+        rounded = sorted({-(-size // rows) * rows for size in new})
+        for live in range(rows, 17, rows):
+            assert next((size for size in rounded if size >= live), 0) <= 16
+    assert compilation.cudagraph_capture_sizes == []
+
+
+def test_kernels_that_are_loaded_first_in_a_capture_are_refused(monkeypatch):
+    monkeypatch.setattr(launcher, "_device_fault", lambda device: None)
+    monkeypatch.setattr(launcher, "_active", {})
+    words = r"loading compiled kernels onto cpu: first use: expected before the capture"
+    with RecordedGraph().capturing(), pytest.raises(RuntimeError, match=words):
+        launcher.fault(torch.device("cpu"))
+
+
 def test_a_table_that_is_uploaded_first_in_a_capture_is_named():
     flydsl_host.lut_table.cache_clear()
     words = r"NVFP4 table of fold 0 on cpu: first use: expected before the capture"
@@ -246,3 +272,27 @@ def test_caches_that_vllm_measures_graphs_on_are_not_announced(drafts, monkeypat
     monkeypatch.setattr(drafts.steps.config.cache_config, "num_gpu_blocks", None)
     layer.view(layer.kv_cache)
     assert caplog.text.count("capacity") == 1
+
+
+def test_what_no_graph_would_refresh_is_refused(drafts):
+    """A builder that had to copy, and steps with other rows than decode rows."""
+    builder = drafts.steps.groups[0][0].get_metadata_builder(0)
+    starts, lens = torch.tensor([0, 4, 8]).int(), torch.tensor([4, 4]).int()
+    common = SimpleNamespace(
+        num_reqs=2, num_actual_tokens=8, max_query_len=4, max_seq_len=2048,
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens,
+        block_table_tensor=torch.zeros(2, 16).int(), is_prefilling=None,
+    )  # fmt: skip
+    assert builder.build_for_cudagraph_capture(common).decode.rows_per_request == 4
+    for name in ("seq_lens", "query_start_loc", "block_table_tensor"):
+        kept = getattr(common, name)
+        setattr(common, name, kept.long())
+        words = f"captured {name}.dtype: expected torch.int32, got torch.int64"
+        with pytest.raises(RuntimeError, match=words):
+            builder.build_for_cudagraph_capture(common)
+        setattr(common, name, kept)
+    common.query_start_loc = common.query_start_loc_cpu = torch.tensor([0, 4, 7]).int()
+    common.num_actual_tokens = 7
+    words = "captured step: expected decode rows alone, got queries of up to 4 tokens"
+    with pytest.raises(RuntimeError, match=words):
+        builder.build_for_cudagraph_capture(common)

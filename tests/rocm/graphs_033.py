@@ -55,6 +55,26 @@ def resolved(config, attention) -> str:
     ).name
 
 
+def measured(config, cache_config, sizes: list[int]) -> dict:
+    """Caches as the runner takes them away once it has measured graphs on them, and new ones."""
+    from vllm.v1.worker.gpu.attn_utils import init_kv_cache
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    context = config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in context.items() if hasattr(layer, "warm_up")}
+    (warm_up,) = {layer.warm_up for layer in layers.values()}
+    warmed = mock.Mock(wraps=warm_up._run)
+    with mock.patch.object(warm_up, "_run", warmed):
+        clear_layer_kv_caches(context.values())
+        released = [layer.cache is None for layer in layers.values()]
+        init_kv_cache(context, cache_config, torch.device("cpu"), sizes, config)
+    return {
+        "released": sum(released),
+        "bound": all(layer.cache is not None for layer in layers.values()),
+        "warm_ups": warmed.call_count,
+    }
+
+
 class Layer(torch.nn.Module):
     """Adds to each row its request's blocks, which the step's metadata gives."""
 

@@ -244,6 +244,8 @@ def outcomes(checkpoint: str, *others: str) -> dict:
             name: batch(requests, cache_config, attention) for name, requests in BATCHES.items()
         }
         found["resolved"] = graphs_033.resolved(config, attention)
+        sizes = found["cache"]["kernel_block_sizes"]
+        found["measured"] = graphs_033.measured(config, cache_config, sizes)
         found["graphs"] = graphs_033.steps(config, model, cache_config, attention, 1)
     drafting = configure(checkpoint, speculative_config=DRAFTS)
     with set_current_vllm_config(drafting):

@@ -162,6 +162,12 @@ def test_other_graphs_and_compilation_are_refused(name, words, found):
     assert words in found["modes"][name]
 
 
+def test_caches_that_are_taken_away_and_given_anew_are_warmed_up_anew(found):
+    """As the runner does it around the measurement of graphs."""
+    layers = len(found["cache"]["layers"])
+    assert found["measured"] == {"released": layers, "bound": True, "warm_ups": 1}
+
+
 @pytest.mark.parametrize(("which", "rows"), [("graphs", 1), ("drafts", 4)])
 def test_the_runners_manager_captures_and_replays_decode_steps(which, rows, found):
     """Each size warmed up and captured, the largest first, then the next size up for each step."""

@@ -149,13 +149,16 @@ class Steps:
 
     @torch.inference_mode()
     def replayed(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Hidden states of the step's rows, by the graph that vLLM chooses."""
+        """Hidden states of the step's rows, by the graph that vLLM chooses.
+
+        With auxiliary ones behind them, where the model gives some to a drafter.
+        """
         found = self.dispatched(requests)
         assert found.cg_mode == CUDAGraphMode.FULL, found
         with self._graphs():
             self._metadata(requests, found.num_reqs, found.num_tokens, CUDAGraphMode.FULL)
             out = self.manager.run_fullgraph(found)
-        return out[: sum(len(r.tokens) for r in requests)].clone()
+        return _rows(out, requests)
 
     def dispatched(self, requests: Sequence[Request]):
         """vLLM's BatchExecutionDescriptor for these requests."""
@@ -167,8 +170,8 @@ class Steps:
     @torch.inference_mode()
     def eager(self, requests: Sequence[Request], padded: bool = False) -> torch.Tensor:
         """The same without a graph. padded: with the rows of padding that its graph has."""
-        tokens = sum(len(r.tokens) for r in requests)
-        size, mode = (len(requests), tokens), CUDAGraphMode.NONE
+        size = (len(requests), sum(len(r.tokens) for r in requests))
+        mode = CUDAGraphMode.NONE
         if padded:
             found = self.dispatched(requests)
             size, mode = (found.num_reqs, found.num_tokens), CUDAGraphMode.FULL
@@ -178,7 +181,7 @@ class Steps:
                 out = self.model(
                     self.buffers.input_ids[: size[1]], self.buffers.positions[: size[1]]
                 )
-        return out[:tokens].clone()
+        return _rows(out, requests)
 
     def _metadata(self, requests, num_reqs: int, num_tokens: int, mode: CUDAGraphMode):
         """Fill the buffers, then vLLM's metadata of the step and the slots of each layer."""
@@ -234,7 +237,7 @@ class Steps:
     def caches(self) -> list[torch.Tensor]:
         """Pages of every cache, main and index."""
         layers = self.config.compilation_config.static_forward_context.values()
-        return [layer.cache.pages for layer in layers]
+        return [layer.cache.pages for layer in layers if hasattr(layer, "cache")]
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -243,6 +246,12 @@ class Steps:
         yield
         for pages, old in zip(self.caches(), before, strict=True):
             pages.copy_(old)
+
+
+def _rows(out, requests: Sequence[Request]) -> torch.Tensor:
+    """The live rows of a model's output, `[tokens, hidden]` or that and a list of more, as one."""
+    hidden, more = out if isinstance(out, tuple) else (out, [])
+    return torch.cat([hidden, *more], 1)[: sum(len(r.tokens) for r in requests)].clone()
 
 
 _CHECKING = [

@@ -105,6 +105,18 @@ def test_replays_of_triton_kernels(checkpoint):
     assert len(launches) == at_capture + 3 * 3 * each and each > 8
 
 
+def test_hidden_states_for_drafters_are_those_of_the_step(quantised):
+    """EAGLE3's, of layers that are mono and that are not."""
+    with serving(quantised, 1, (2,), mono=True) as served:
+        served.steps.model.set_aux_hidden_state_layers((0, 1, 3))
+        served.steps.capture()
+        for names in ("ab", "c"):
+            requests = served.batch(names)
+            check_step(served.steps, requests)
+            with served.steps.undone():
+                assert served.steps.replayed(requests).shape == (len(names), 4 * 256)
+
+
 def test_every_size_is_a_multiple_of_the_rows_of_a_request(quantised):
     """Sizes as users give them."""
     with serving(quantised, 4, (1, 2, 4, 8, 10, 16, 24)) as served:

@@ -99,15 +99,18 @@ def test_ranks_sum_and_share_the_scan_through_memory_that_they_share(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_engine_whose_ops_and_mono_layers_are_emulated(tmp_path):
-    """A prompt through the ops' kernels, then decode steps through the layer's."""
+    """Prompts through the ops' kernels, then decode steps through the layer's; short prompts too,
+    as requests of different numbers of rows."""
     checkpoint = str(tmp_path / "mxfp4")
     make_checkpoint(checkpoint, "tiny", "mxfp4", intermediate_size=256)
-    asked = [prompt(40, 1), prompt(130, 2)]
+    asked, short = [prompt(40, 1), prompt(130, 2)], [prompt(9, 3), prompt(4, 4)]
     options = MONO | {"additional_config": {"rocm_msa": {"mono": True, "backend": "emulated"}}}
     with engine(checkpoint, **options) as llm:
-        answers = generate(llm, asked, 3)
-    assert mono.steps == {("layers", "prefill"): 1, ("mono", "decode"): 2}
+        answers = generate(llm, asked, 3) + generate(llm, short, 2)
+    assert mono.steps == {
+        ("layers", "prefill"): 1, ("mono", "decode"): 3, ("mono", "ragged"): 1,
+    }  # fmt: skip
     launches = emulated.tally.launches
-    assert [n for (k,), n in launches.items() if k.startswith("mono_layer_")] == [2 * 3]
+    assert [n for (k,), n in launches.items() if k.startswith("mono_layer_")] == [4 * 3]
     assert len(launches) > 3  # the prompts went through the kernels of the ops
-    judged(checkpoint, asked, answers)
+    judged(checkpoint, asked + short, answers)

@@ -80,6 +80,16 @@ def _load_v(base, first, V_DATA: gl.constexpr, V_SCALES: gl.constexpr):
 
 
 @gluon.jit
+def _weigh(t, v, sums, o, scores, wide, offset, base, V_DATA: gl.constexpr, V_SCALES: gl.constexpr):
+    """Tile t of a page: (the next tile of V, l column by column, o)."""
+    ahead = _load_v(base, gl.minimum(t + 1, 3) * TILE, V_DATA, V_SCALES)
+    p = gl.exp2(gl.fma(scores.index(t).load(MMA), wide, offset))
+    sums += p
+    p = gl.convert_layout(p.to(gl.float16), A, assert_trivial=True)
+    return ahead, sums, mma_v2(p, v_operand(v[0], v[1], v[2], v[3], TILE), o)
+
+
+@gluon.jit
 def _page(
     a,
     factor,
@@ -91,6 +101,7 @@ def _page(
     K_SCALES: gl.constexpr,
     V_DATA: gl.constexpr,
     V_SCALES: gl.constexpr,
+    UNIT: gl.constexpr,
 ):
     """(m, l, o) of a page, and the first tile of K of the next one; `scores`: room for a page's."""
     v = _load_v(base, 0, V_DATA, V_SCALES)
@@ -111,13 +122,12 @@ def _page(
     wide = gl.expand_dims(factor, 1).broadcast_to([16, TILE])
     sums = gl.zeros([16, TILE], gl.float32, MMA)
     o = gl.zeros([16, 128], gl.float32, MMA)
-    for t in range(4):
-        ahead_v = _load_v(base, gl.minimum(t + 1, 3) * TILE, V_DATA, V_SCALES)
-        p = gl.exp2(gl.fma(scores.index(t).load(MMA), wide, offset))
-        sums += p
-        p = gl.convert_layout(p.to(gl.float16), A, assert_trivial=True)
-        o = mma_v2(p, v_operand(v[0], v[1], v[2], v[3], TILE), o)
-        v = ahead_v
+    if UNIT > 1:
+        for t in gl.static_range(4):
+            v, sums, o = _weigh(t, v, sums, o, scores, wide, offset, base, V_DATA, V_SCALES)
+    else:  # few programs, which meet their instructions for the first time
+        for t in range(4):
+            v, sums, o = _weigh(t, v, sums, o, scores, wide, offset, base, V_DATA, V_SCALES)
     return m, gl.sum(sums, 1), o, k
 
 
@@ -222,8 +232,9 @@ def attend_kernel(
             next_base = _start(pages, page, rank, first + i + 1, block_stride, offset)
             if live > 0:
                 m, total, o, k = _page(
-                    a, factor, live, k, base, next_base, scores, K_SCALES, V_DATA, V_SCALES
-                )
+                    a, factor, live, k, base, next_base, scores, K_SCALES, V_DATA, V_SCALES,
+                    UNIT,
+                )  # fmt: skip
             else:
                 m = gl.full([16], float("-inf"), gl.float32, ROWS)
                 total = gl.zeros([16], gl.float32, ROWS)

@@ -63,7 +63,7 @@ def test_every_op_keeps_to_the_protocol():
 
 
 def test_the_mono_layer_is_a_kernel_or_two_where_it_is_asked_for():
-    """The second shares the index scan, where each rank has index heads of its own."""
+    """The second shares the index scan, where there is more than one rank."""
 
     def found(tp=4, caches="nvfp4", dtype="bf16", formats=("mxfp8", "nvfp4", "mxfp8")):
         config = ServingConfig.of(MINIMAX_M3, tp, caches, "nvfp4", dtype, formats)
@@ -71,7 +71,7 @@ def test_the_mono_layer_is_a_kernel_or_two_where_it_is_asked_for():
 
     build, sharing = found()
     assert sharing == dataclasses.replace(build, exchange=True)
-    assert [len(found(tp=tp)) for tp in (1, 2, 8)] == [1, 2, 1]
+    assert [len(found(tp=tp)) for tp in (1, 2, 8)] == [1, 2, 2]
     assert (build.tp, build.experts, build.intermediate, build.shared) == (4, 128, 768, 768)
     assert (build.attention_format, build.routed_format) == ("mxfp8", "nvfp4")
     assert found(formats=None) == found(caches="fp8") == found(dtype="fp16") == []

@@ -117,6 +117,7 @@ def gpu(monkeypatch, hip, arch):
     properties = SimpleNamespace(gcnArchName=arch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launcher, "_faults", {})
     monkeypatch.setattr(launcher, "_active", {})
 

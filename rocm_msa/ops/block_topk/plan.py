@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _FULL = 264  # programs that fill a large GPU twice
 _CHUNKS = (64, 256, 1024)  # few, since each is a kernel of its own
+MANY = 512  # rows, from which on nothing changes: what warm-up compiles
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def select(rows: int, max_blocks: int, topk: int) -> Tuning:
     group = 1
     while chunk >= 1024 and 4 * group * group * kept <= chunk:
         group *= 2  # as many groups as members of the kept ones, or more
-    warps = 1 if chunk <= 128 else 4 if rows * splits <= 2 * _FULL else 2
+    warps = 1 if chunk <= 128 else 4 if rows < MANY else 2
     return Tuning(chunk, kept, splits, warps, group)
 
 
